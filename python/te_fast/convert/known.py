@@ -193,7 +193,7 @@ def gated_activation(function: Any, name: str) -> str:
     for kind, known in _ACTIVATIONS.items():
         if torch.allclose(y, known(x), rtol=1e-5, atol=1e-6):
             return kind
-    leave(f"{name}.act_fn is an activation that te_fast does not have")
+    leave(f"{name}.act_fn is no activation that te_fast has")
 
 
 def random_like(like: torch.Tensor, *shape: int) -> torch.Tensor:

@@ -1,7 +1,7 @@
 //! The dispatcher of `te_fast`: everything but Python.
 //!
 //! Devices, recipes, plans, quantizers and GEMMs, on CUDA or on the host, usable and benchable without Python,
-//! torch or a GPU. `te_fast_py` binds it; nothing here knows of it.
+//! torch or a GPU. `te_fast_py` binds this crate, which does not depend on it.
 
 pub mod base;
 pub mod cuda;

@@ -10,16 +10,16 @@ pub struct Config {
     pub synchronise: bool,
     /// `NVTE_SET_CUDA_DEVICE=0`: trust the caller that the current device is the tensors' device.
     pub check_device: bool,
-    /// `TE_FAST_NO_EXCHANGE=1` turns it off: read tensors through DLPack's exchange table where torch has one.
+    /// Read tensors through DLPack's exchange table if torch has one; `TE_FAST_NO_EXCHANGE=1` turns this off.
     pub exchange_table: bool,
-    /// `TE_FAST_GRAPHS=0` turns it off: programs whose tensors lie where they lay before run as one CUDA graph.
+    /// Run programs whose addresses repeat as one CUDA graph; `TE_FAST_GRAPHS=0` turns this off.
     pub graphs: bool,
-    /// `TE_FAST_WEIGHTS_TOGETHER=0` turns it off: after an optimizer step one launch quantises all weights.
+    /// After an optimizer step one launch quantises all weights; `TE_FAST_WEIGHTS_TOGETHER=0` turns this off.
     pub weights_together: bool,
 }
 
 impl Config {
-    /// The settings that the environment asks for.
+    /// The settings of the environment.
     #[must_use]
     pub fn from_environment() -> Self {
         Self {

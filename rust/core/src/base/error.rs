@@ -1,5 +1,5 @@
-//! The one error type of the core: values, not prose, so that the binding can choose the Python class and the
-//! message can name what was expected, what came and what to do.
+//! The error type of the core. It holds values, not prose, so that the binding can choose the Python class, and the
+//! message can name the expected value, the actual value and the remedy.
 
 use std::fmt::{self, Display};
 
@@ -21,9 +21,9 @@ pub enum ErrorKind {
         op: &'static str,
         /// Argument or property.
         what: &'static str,
-        /// What would have been right, with the remedy where there is one.
+        /// The expected value, with the remedy if there is one.
         expected: String,
-        /// What came.
+        /// The actual value.
         got: String,
     },
     /// An element type does not fit.
@@ -35,7 +35,7 @@ pub enum ErrorKind {
         what: &'static str,
         /// Accepted types.
         expected: String,
-        /// Type that came.
+        /// The actual type.
         got: String,
     },
     /// Memory that is not laid out as needed: strides, alignment.
@@ -47,7 +47,7 @@ pub enum ErrorKind {
         what: &'static str,
         /// Layout needed.
         expected: String,
-        /// Layout that came.
+        /// The actual layout.
         got: String,
     },
     /// A tensor on the wrong device.
@@ -59,7 +59,7 @@ pub enum ErrorKind {
         what: &'static str,
         /// Device needed.
         expected: String,
-        /// Device that came.
+        /// The actual device.
         got: String,
     },
     /// A value of an argument or a state that the operation refuses.
@@ -67,7 +67,7 @@ pub enum ErrorKind {
     Value {
         /// Operation that checked.
         op: &'static str,
-        /// What is wrong and what to do.
+        /// The fault and the remedy.
         message: String,
     },
     /// A call that does not fit the state the object is in.
@@ -75,7 +75,7 @@ pub enum ErrorKind {
     State {
         /// Operation that checked.
         op: &'static str,
-        /// What is wrong and what to do.
+        /// The fault and the remedy.
         message: String,
     },
     /// Something this build, GPU or library version cannot do.
@@ -83,7 +83,7 @@ pub enum ErrorKind {
     Unsupported {
         /// Operation that checked.
         op: &'static str,
-        /// What is missing and what to do.
+        /// The missing feature and the remedy.
         message: String,
     },
     /// A kernel that is in no image of this build, or not for this GPU.
@@ -113,21 +113,21 @@ pub enum ErrorKind {
         call: &'static str,
         /// `cublasStatus_t` value.
         status: u32,
-        /// The problem that was given to it.
+        /// The problem of the call.
         what: String,
     },
     /// There is no usable CUDA driver.
     #[error("CUDA is not usable here: {reason}. te_fast layers on CPU tensors work without it")]
     NoDriver {
-        /// What was looked for and what was found.
+        /// The reason.
         reason: String,
     },
-    /// Another error, with where it happened in front.
+    /// Another error, with its place in front.
     #[error("{place}: {error}")]
     Within {
         /// The op of a chain.
         place: String,
-        /// What went wrong there.
+        /// The error of that op.
         error: Error,
     },
 }
@@ -142,12 +142,12 @@ impl Error {
         }
     }
 
-    /// The same error, saying where it happened.
+    /// The same error, with its place.
     #[cold]
     #[must_use]
     pub fn within(self, place: impl Display) -> Self {
         let place = place.to_string();
-        // A layer of one op has the op's name in front already.
+        // Errors of a layer of one op already begin with the op's name.
         if self.to_string().strip_prefix(&place).is_some_and(|rest| rest.starts_with(": ")) {
             return self;
         }

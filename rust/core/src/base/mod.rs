@@ -1,4 +1,4 @@
-//! What everything else stands on: errors, settings, types, addresses and borrowed tensors.
+//! The base of all other folders: errors, settings, types, addresses and borrowed tensors.
 
 pub mod config;
 pub mod dtype;

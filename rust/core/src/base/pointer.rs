@@ -1,8 +1,8 @@
-//! Addresses that a kernel is given: a number on a GPU, memory of this process on the host.
+//! Addresses for kernels: numbers on a GPU, memory of this process on the host.
 //!
-//! A [`DevPtr`] knows its address alone. Whoever fills the buffers of a plan brings as many bytes as the plan names, and keeps
-//! outputs apart from all else: programs by allocating them so, `rust/py/src/direct/tensors.rs` by comparing the
-//! tensors of a direct call.
+//! A [`DevPtr`] knows only its address. The caller of a plan must pass buffers of the sizes that the plan names, and
+//! outputs that overlap no other buffer. Programs guarantee this by their allocations, `rust/py/src/direct/tensors.rs`
+//! by comparing the tensors of a direct call.
 #![expect(unsafe_code, reason = "pointers become slices for host kernels; every block names who guarantees it")]
 
 use std::marker::PhantomData;
@@ -55,7 +55,7 @@ impl<'a> DevPtr<'a> {
         self.address().is_multiple_of(bytes)
     }
 
-    /// The pointer where it is `wanted`, else null.
+    /// The pointer if it is `wanted`, else null.
     #[must_use]
     pub const fn when(self, wanted: bool) -> Self {
         if wanted { self } else { Self::null() }
@@ -67,7 +67,7 @@ impl<'a> DevPtr<'a> {
         if self.address == 0 { self } else { Self { address: self.address + bytes as u64, memory: PhantomData } }
     }
 
-    /// `len` elements as the kernel's head comment promises them; empty for null. For host kernels alone.
+    /// `len` elements, as the kernel's head comment promises; empty for null. Only for host kernels.
     #[must_use]
     pub(crate) fn slice<T: Element>(self, len: usize) -> &'a [T] {
         if self.address == 0 || len == 0 {
@@ -78,7 +78,7 @@ impl<'a> DevPtr<'a> {
         unsafe { std::slice::from_raw_parts(self.address as *const T, len) }
     }
 
-    /// As [`DevPtr::slice`], to write. A kernel's outputs do not overlap its inputs or each other.
+    /// As [`DevPtr::slice`], for writing. A kernel's outputs do not overlap its inputs or each other.
     #[must_use]
     pub(crate) fn slice_mut<T: Element>(self, len: usize) -> &'a mut [T] {
         if self.address == 0 || len == 0 {
@@ -89,15 +89,15 @@ impl<'a> DevPtr<'a> {
     }
 }
 
-/// Addresses of a call by number, kept between calls for its memory: what is in it means something while it is
-/// filled through [`Addresses`] alone.
+/// Addresses of a call by number. The table is kept between calls only for its memory: its content is valid while
+/// [`Addresses`] fills it.
 #[derive(Debug, Default)]
 pub struct AddressTable {
     list: Vec<u64>,
 }
 
 impl AddressTable {
-    /// Forgets the last call's; all are null.
+    /// Clears the last call's addresses; all become null.
     pub fn fill<'a>(&mut self, len: usize) -> Addresses<'_, 'a> {
         self.list.clear();
         self.list.resize(len, 0);
@@ -113,7 +113,7 @@ pub struct Addresses<'t, 'a> {
 }
 
 impl<'a> Addresses<'_, 'a> {
-    /// Number `index` is this address.
+    /// Sets the address of number `index`.
     #[inline]
     pub fn set(&mut self, index: usize, address: DevPtr<'a>) {
         if index != 0

@@ -1,8 +1,6 @@
-//! Borrowed tensors: where the elements are, what they are and how they are laid out.
-//! The binding makes views from torch tensors; operations read them and never outlive them.
-//!
-//! Keep-alive across streams is the caller's: the memory is torch's, and its caching allocator orders reuse by the
-//! stream it was allocated on.
+//! Borrowed tensors: address, type and layout of the elements. The binding makes views from torch tensors; operations
+//! read them and never outlive them. The caller keeps memory alive across streams: the memory is torch's, and torch's
+//! caching allocator orders reuse by the stream of the allocation.
 
 use crate::base::dtype::{DType, Device};
 use crate::base::error::{Error, Result};
@@ -108,7 +106,7 @@ impl<'a> TensorView<'a> {
         true
     }
 
-    /// Refuses a tensor that is not what forward saved: a saved-tensor hook may bring back anything.
+    /// Refuses a tensor unlike the one that forward saved, since a saved-tensor hook may return any tensor.
     ///
     /// # Errors
     /// Another number of elements, type or device.

@@ -1,4 +1,4 @@
-//! Devices' primary contexts, which torch uses too, and the one that a thread works in.
+//! Devices' primary contexts, which torch uses, too, and the current context of a thread.
 #![expect(unsafe_code, reason = "calls into the CUDA driver; every block names who guarantees its arguments")]
 
 use cudarc::driver::sys::{CUcontext, CUdevice, CUdevice_attribute};
@@ -6,7 +6,7 @@ use cudarc::driver::sys::{CUcontext, CUdevice, CUdevice_attribute};
 use crate::base::error::Result;
 use crate::cuda::functions::{check, functions};
 
-/// The device of an ordinal among those that the process sees.
+/// The device of an ordinal among the process's visible devices.
 ///
 /// # Errors
 /// No usable driver, or no such device.
@@ -55,12 +55,12 @@ unsafe fn set_current(context: CUcontext) -> Result<()> {
     check("cuCtxSetCurrent", unsafe { (functions()?.cuCtxSetCurrent)(context) })
 }
 
-/// A device's primary context: a name of the process, not memory of one thread.
+/// A device's primary context; it belongs to the process, not to a thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct PrimaryContext(usize);
 
 impl PrimaryContext {
-    /// That of a device, retained for the life of the process, as torch does.
+    /// The primary context of a device, retained for the life of the process, as torch does.
     ///
     /// # Errors
     /// No usable driver, or no such device.
@@ -74,8 +74,8 @@ impl PrimaryContext {
         Ok(Self(context as usize))
     }
 
-    /// The context that this thread works in, which is retained by whoever made it current: torch or te_fast, both for
-    /// the life of the process.
+    /// The current context of this thread. torch or te_fast made it current, and retains it for the life of the
+    /// process.
     ///
     /// # Errors
     /// The driver's refusal.
@@ -83,7 +83,7 @@ impl PrimaryContext {
         Ok(Self(current()? as usize))
     }
 
-    /// Makes it current on this thread when it is not; the context to go back to.
+    /// Makes the context current on this thread if it is not; returns the context to restore.
     ///
     /// # Errors
     /// The driver's refusal.
@@ -98,10 +98,10 @@ impl PrimaryContext {
         Ok(Some(Context(former)))
     }
 
-    /// Runs `body` in it, on a thread that may have another context or none.
+    /// Runs `body` in this context, on a thread that may have another context or none.
     ///
     /// # Errors
-    /// What `body` returned, or the driver's refusal.
+    /// The error of `body`, or the driver's refusal.
     pub(crate) fn with<T>(self, body: impl FnOnce() -> Result<T>) -> Result<T> {
         let former = self.make_current()?;
         let result = body();
@@ -112,18 +112,18 @@ impl PrimaryContext {
     }
 }
 
-/// A context to go back to after a switch.
+/// A context to restore after a switch.
 #[derive(Debug)]
 #[must_use]
 pub struct Context(CUcontext);
 
 impl Context {
-    /// Whether it is that of a thread that had none.
+    /// Whether the thread had no context.
     pub(crate) const fn is_none(&self) -> bool {
         self.0.is_null()
     }
 
-    /// Makes it current again.
+    /// Makes this context current again.
     ///
     /// # Errors
     /// The driver's refusal.

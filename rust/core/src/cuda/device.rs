@@ -29,8 +29,8 @@ impl Stream {
     /// The stream of a driver's or runtime's handle.
     ///
     /// # Safety
-    /// The handle is 0, or that of a stream that lives as long as anything is given to it here: the driver reads memory
-    /// that it points at.
+    /// The handle is 0, or belongs to a stream that lives as long as this value is used: the driver reads memory behind
+    /// it.
     #[must_use]
     pub const unsafe fn from_raw(handle: u64) -> Self {
         Self(handle)
@@ -87,7 +87,7 @@ pub struct CudaDevice {
     synchronise: bool,
     functions: Box<[Option<CUfunction>; KernelId::COUNT]>,
     variables: [Option<u64>; Image::ALL.len()],
-    /// A stream that nothing else runs on, for captures: the legacy default stream cannot be captured.
+    /// A private stream for captures, since the legacy default stream cannot be captured.
     capture_stream: Option<Stream>,
 }
 
@@ -99,7 +99,7 @@ unsafe impl Send for CudaDevice {}
 unsafe impl Sync for CudaDevice {}
 
 impl CudaDevice {
-    /// Opens the device: retains the primary context that torch uses too.
+    /// Opens the device: retains the primary context, which torch uses, too.
     ///
     /// # Errors
     /// No usable driver, or no such device. `synchronise` makes every launch wait and report its own errors.
@@ -131,15 +131,15 @@ impl CudaDevice {
         &self.facts
     }
 
-    /// Makes this device's context current on this thread when it is not; the context to go back to.
+    /// Makes this device's context current on this thread if it is not; returns the context to restore.
     ///
     /// # Errors
     /// The driver's refusal.
     #[inline]
     pub fn make_current(&self) -> Result<Option<Context>> {
         let former = self.context.make_current()?;
-        // A thread without a context stands on device 0, as the CUDA runtime counts; taking the context away from it
-        // again would make torch set one up at its next call.
+        // For the CUDA runtime, a thread without a context uses device 0. If the context were removed again, torch
+        // would set one up at its next call.
         Ok(former.filter(|former| !former.is_none() || self.facts.ordinal != 0))
     }
 
@@ -230,7 +230,7 @@ pub struct CudaQueue<'d> {
 }
 
 impl CudaQueue<'_> {
-    /// Launches `id` with `params`, which it takes.
+    /// Launches `id` with `params`, which must be the kernel's struct.
     ///
     /// # Errors
     /// A kernel that is not in the images, or the driver's refusal.
@@ -249,7 +249,7 @@ impl CudaQueue<'_> {
             attribute(CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, serial),
             attribute(CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, cluster),
         ];
-        // The kernel waits for the grids before it itself, so the launch need not: 0.5 us less on the host.
+        // The kernel itself waits for prior grids, so the launch need not, which saves 0.5 us on the host.
         let early = id.waits_for_prior_grids() && self.device.facts.capability.0 >= 9;
         let used = &mut attributes[usize::from(!early)..=usize::from(grid.cluster > 1)];
         let config = sys::CUlaunchConfig {
@@ -281,7 +281,7 @@ impl CudaQueue<'_> {
     /// Waits for the stream.
     ///
     /// # Errors
-    /// What any earlier launch of the stream did wrong.
+    /// The error of any earlier launch of the stream.
     #[cold]
     pub fn synchronise(&self) -> Result<()> {
         // SAFETY: a stream of the current context.
@@ -335,8 +335,8 @@ impl Event {
     /// The event of a driver's or runtime's handle.
     ///
     /// # Safety
-    /// The handle is that of an event of the device that it is used on, which lives until that use returns; or 0, for the host
-    /// backend alone.
+    /// The handle belongs to an event of the device on which it is used, and the event lives until that use returns. It
+    /// may be 0 only for the host backend.
     #[must_use]
     pub const unsafe fn from_raw(handle: u64) -> Self {
         Self(handle)
@@ -350,7 +350,7 @@ impl Event {
     }
 }
 
-/// Makes a stream wait until an event has come.
+/// Makes a stream wait for an event.
 ///
 /// # Errors
 /// The driver's refusal.
@@ -360,7 +360,7 @@ pub fn wait_until(stream: Stream, event: Event) -> Result<()> {
     check("cuStreamWaitEvent", unsafe { (calls.cuStreamWaitEvent)(stream.raw(), event, 0) })
 }
 
-/// Lets an event come when a stream has done everything that it has been given so far.
+/// Records an event after all work of a stream so far.
 ///
 /// # Errors
 /// The driver's refusal.
@@ -370,7 +370,7 @@ pub fn record(stream: Stream, event: Event) -> Result<()> {
     check("cuEventRecord", unsafe { (calls.cuEventRecord)(event, stream.raw()) })
 }
 
-/// Makes `waiting` wait for everything that `finished` has been given so far.
+/// Makes `waiting` wait for all work of `finished` so far.
 ///
 /// # Errors
 /// The driver's refusal.

@@ -1,7 +1,6 @@
-//! The CUDA driver's functions that te_fast calls, looked up once through the library's handle.
-//!
-//! cudarc has the driver's types. Its functions are not called: they return an enum, which a status that a newer driver
-//! knows and cudarc does not would make undefined. Here statuses are integers, whatever they are.
+//! The CUDA driver's functions that te_fast calls, looked up once through the library's handle. cudarc has the driver's
+//! types. te_fast does not call cudarc's functions, because they return an enum: a status of a newer driver that cudarc
+//! does not know would be undefined behaviour. Here all statuses are integers.
 #![expect(
     unsafe_code,
     reason = "looks functions up and calls those that come before a device; every block says why it may"
@@ -21,7 +20,7 @@ use crate::base::error::{Error, ErrorKind, Result};
 /// First driver that loads machine code made by nvcc 13.0.
 const MINIMUM_DRIVER: i32 = 13_000;
 
-/// `CUresult` as the integer that it is.
+/// `CUresult` as an integer.
 pub(crate) type Status = u32;
 
 /// `CUDA_SUCCESS`.
@@ -37,7 +36,7 @@ macro_rules! functions {
         }
 
         impl Functions {
-            /// All of them, or the name of the first that `library` lacks.
+            /// All functions, or the name of the first that `library` lacks.
             #[expect(non_snake_case, reason = "the driver's names")]
             fn find(library: &Library<'_>) -> std::result::Result<Self, &'static str> {
                 $(
@@ -138,7 +137,7 @@ impl Library<'_> {
 /// The driver once it is initialised.
 #[derive(Debug)]
 pub(crate) struct Driver {
-    /// What it reports, as `13000` for 13.0.
+    /// The driver's version, `13000` for 13.0.
     pub(crate) version: i32,
     /// Its functions.
     pub(crate) functions: Functions,
@@ -231,7 +230,7 @@ pub(crate) fn failure(call: &'static str, status: Status) -> Error {
     ErrorKind::Driver { call, code: status, text: words(status).unwrap_or_else(|| "unknown error".into()) }.into()
 }
 
-/// The driver's words for a status; none for one that it does not know.
+/// The driver's text for a status; none for an unknown status.
 fn words(status: Status) -> Option<String> {
     let mut text = std::ptr::null();
     let functions = functions().ok()?;

@@ -27,10 +27,10 @@ unsafe impl Send for Graph {}
 unsafe impl Sync for Graph {}
 
 impl Graph {
-    /// Captures what `launches` sends to the queue, which is the capture's own stream meanwhile; nothing runs.
+    /// Captures the work of `launches` on the capture's own stream; nothing runs.
     ///
     /// # Errors
-    /// What `launches` returned, or the driver's refusal.
+    /// The error of `launches`, or the driver's refusal.
     pub fn capture(queue: &mut CudaQueue<'_>, launches: impl FnOnce(&mut CudaQueue<'_>) -> Result<()>) -> Result<Self> {
         let (calls, context) = (functions()?, PrimaryContext::current()?);
         let stream = queue.device.capture_stream()?;
@@ -78,8 +78,8 @@ impl Drop for Graph {
     }
 }
 
-/// The graphs of others, captured from the launches here, that hold addresses of something. Each is told of when it is
-/// captured, and holds a share until it and all that was instantiated of it is destroyed.
+/// Users' graphs that contain addresses of te_fast's memory. Each graph is registered during its capture, and holds a
+/// share of the memory until the graph and all its instances are destroyed.
 #[derive(Debug, Default)]
 pub struct GraphReaders(Arc<()>);
 
@@ -130,17 +130,17 @@ impl GraphReaders {
         given
     }
 
-    /// Whether one of them exists.
+    /// Whether any such graph exists.
     #[must_use]
     pub fn exist(&self) -> bool {
         Arc::strong_count(&self.0) > 1
     }
 }
 
-/// Takes the share of a graph back, on a thread of the driver's that may call nothing of it.
+/// Releases the share of a graph, on a thread of the driver that must not call the driver.
 ///
 /// # Safety
-/// `share` is one that [`GraphReaders::add`] made, and it is taken back once.
+/// [`GraphReaders::add`] made `share`, and it is released once.
 unsafe extern "C" fn let_go(share: *mut c_void) {
     // SAFETY: the caller's promise; the share is a pointer of `Arc::into_raw`.
     drop(unsafe { Arc::from_raw(share.cast::<()>()) });

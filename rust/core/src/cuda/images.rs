@@ -16,8 +16,8 @@ use crate::cuda::functions::{SUCCESS, check, failure, functions};
 /// # Errors
 /// A build without images, an image without machine code for any GPU here, or the driver's refusal.
 pub(crate) fn library(id: KernelId) -> Result<CUlibrary> {
-    // Handles, which the driver has no 0 for. Nobody waits for another's load, which may wait for the device; where two
-    // load at once, the later one's copy is not used.
+    // Handles are never 0. No thread waits for another thread's load, since a load may wait for the device. If two
+    // threads load at once, the later copy is not used.
     static LIBRARIES: [OnceLock<usize>; Image::ALL.len()] = [const { OnceLock::new() }; Image::ALL.len()];
     let known = &LIBRARIES[id.image() as usize];
     if let Some(&library) = known.get() {
@@ -81,7 +81,8 @@ pub(crate) fn function(id: KernelId) -> Result<CUfunction> {
     Ok(function)
 }
 
-/// Loads every kernel onto a device that has it; how many there are. Needs no dispatcher: a thread may let others run meanwhile.
+/// Loads every kernel onto a device that has it, and returns their number. It needs no dispatcher, so that other
+/// threads may run meanwhile.
 ///
 /// # Errors
 /// No usable driver, no such device, or a build without images.

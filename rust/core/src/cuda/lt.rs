@@ -1,9 +1,7 @@
-//! cuBLASLt, as a rule the copy that torch has loaded: one handle per device and one descriptor set per problem.
-//!
-//! Known defects of the versions in the field that are designed around here: split-K with CONFIG_ID 66 gives wrong
-//! results on sm_90 (fixed in 13.8), so heuristic results that use it are passed over; C scales hang FP8 with beta
-//! (fixed in 13.2), so none is ever set; leading dimensions over 2³¹ bytes are refused in
-//! `gemm/problem.rs`.
+//! cuBLASLt, usually the copy that torch has loaded: one handle per device and one descriptor set per problem. This
+//! code avoids known defects of released versions: split-K with CONFIG_ID 66 gives wrong results on sm_90 (fixed in
+//! 13.8), so heuristic results that use it are passed over; C scales hang FP8 with beta (fixed in 13.2), so none is
+//! ever set; leading dimensions over 2³¹ bytes are refused in `gemm/problem.rs`.
 #![expect(unsafe_code, reason = "calls into cuBLASLt; every block names who guarantees its arguments")]
 
 use std::ffi::c_void;
@@ -23,18 +21,18 @@ use crate::cuda::device::Stream;
 use crate::cuda::lt_attributes::{self as attribute, data_type};
 use crate::gemm::problem::{Epilogue, GemmPointers, Operand, Problem, ScaleMode, WORKSPACE_BYTES};
 
-/// Take the copy that is loaded; without, one is loaded if there is any.
+/// Take the loaded copy; if there is none, load the system's.
 const RTLD_NOLOAD: i32 = 4;
 /// First version with 1×128 and 128×128 scale modes on Hopper.
 const BLOCK_SCALING_VERSION: usize = 120_900;
 /// First version whose split-K of CONFIG_ID 66 is right.
 const SPLIT_K_FIXED_VERSION: usize = 130_800;
-/// Stands in for a pointer while a plan is made: aligned, never read.
+/// Placeholder for a pointer while a plan is made: aligned, never read.
 const ANY_ADDRESS: u64 = 256;
-/// Heuristic results that are looked at.
+/// Number of heuristic results to consider.
 const CANDIDATES: usize = 8;
 
-/// `cublasStatus_t` as the integer that it is: a status that a newer cuBLASLt knows is no value of cudarc's enum.
+/// `cublasStatus_t` as an integer: a newer cuBLASLt may return a status that cudarc's enum does not have.
 type Status = u32;
 
 /// `cublasLtMatmulHeuristicResult_t`, with such a status.
@@ -228,8 +226,8 @@ impl CublasLt {
         Ok(plan)
     }
 
-    /// The heuristic's best algorithm that is right; for small results with a long contraction it may name defective
-    /// split-K only, and then its favourite is taken with one part.
+    /// The heuristic's best correct algorithm. For small results with a long contraction the heuristic may name only
+    /// defective split-K algorithms; then its first one is used without splitting.
     fn algorithm(&self, plan: &CublasPlan, problem: &Problem) -> Result<cublasLtMatmulAlgo_t> {
         let api = self.api;
         let mut preference = std::ptr::null_mut();
@@ -342,7 +340,7 @@ pub struct CublasPlan {
     has_bias: bool,
     has_scales: bool,
     stores_fp8: bool,
-    /// Whoever writes a call's pointers into `desc` holds it until cuBLASLt has read them.
+    /// A call that writes pointers into `desc` holds the lock until cuBLASLt has read them.
     running: Mutex<()>,
 }
 
@@ -463,7 +461,7 @@ impl CublasPlan {
     /// cuBLASLt's refusal.
     #[inline]
     pub(crate) fn run(&self, stream: Stream, io: &GemmPointers<DevPtr<'_>>, problem: &Problem) -> Result<()> {
-        // Nobody waits for it while calls hold the GIL: then it is an exchange of one word.
+        // Calls hold the GIL, so the lock is never contended and costs one exchange of a word.
         let _running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
         let mut status = 0;
         if self.has_scales {
@@ -480,7 +478,8 @@ impl CublasPlan {
         let alpha = problem.alpha.value();
         let beta = f32::from(u8::from(problem.accumulate));
         let d = io.d.address() as *mut c_void;
-        // What is not read may be null, and must be where C is no FP8 type as D is: "in place" it would be refused.
+        // C is not read and may be null. It must be null for an FP8 D, since C has no FP8 type and cuBLASLt would
+        // refuse it "in place".
         let c: *const c_void = if self.stores_fp8 { std::ptr::null() } else { d };
         if status == 0 {
             // SAFETY: descriptors were made for this problem; the plan that owns the call checked sizes and the

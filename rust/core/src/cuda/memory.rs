@@ -1,4 +1,4 @@
-//! Device memory that the dispatcher keeps for itself, apart from torch's allocator.
+//! The dispatcher's private device memory, outside of torch's allocator.
 #![expect(unsafe_code, reason = "calls into the CUDA driver that own the memory they name")]
 
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -55,8 +55,8 @@ impl DeviceBuffer {
 
 impl Drop for DeviceBuffer {
     fn drop(&mut self) {
-        // On whatever thread this is: without a context the driver would free nothing. An error at process end, when the
-        // driver is gone, leaves nothing to do.
+        // The context is made current, since any thread may drop the memory and the driver frees nothing without a
+        // context. An error at process end, when the driver is gone, is ignored.
         let _ = self.context.with(|| {
             // SAFETY: allocated in `allocate`, freed once; its context is current. cuMemFree waits for work that uses it.
             check("cuMemFree", unsafe { (functions()?.cuMemFree_v2)(self.address) })
@@ -67,15 +67,15 @@ impl Drop for DeviceBuffer {
 static ANY_RETIRED: AtomicBool = AtomicBool::new(false);
 static RETIRED: Mutex<Vec<DeviceBuffer>> = Mutex::new(Vec::new());
 
-/// Memory that larger one has taken the place of, until [`take_retired`]: to free it waits for the device, which nobody
-/// is to do in the middle of a call.
+/// Memory that larger memory has replaced, until [`take_retired`]. Freeing it waits for the device, which must not
+/// happen in the middle of a call.
 #[cold]
 pub(crate) fn retire(buffer: DeviceBuffer) {
     RETIRED.lock().unwrap_or_else(PoisonError::into_inner).push(buffer);
     ANY_RETIRED.store(true, Ordering::Release);
 }
 
-/// What was retired since the last time, to be dropped where waiting for the device is no harm.
+/// The memory that was retired since the last call of this function; drop it where a wait for the device does no harm.
 #[inline]
 #[must_use]
 pub fn take_retired() -> Vec<DeviceBuffer> {

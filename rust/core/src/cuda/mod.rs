@@ -1,4 +1,4 @@
-//! The CUDA driver and cuBLASLt, and nothing of what te_fast does with them.
+//! The CUDA driver and cuBLASLt, without te_fast's own logic.
 
 pub mod context;
 pub mod device;

@@ -19,7 +19,7 @@ pub(crate) const ALIGNMENT: usize = 16;
 #[repr(C, align(64))]
 pub struct TensorMap([u64; 16]);
 
-/// Which tiles of a contiguous tensor the engine moves.
+/// The tiles of a contiguous tensor that the engine moves.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Tiles<const RANK: usize> {
     /// Type of the elements; FP8 are bytes.
@@ -33,7 +33,7 @@ pub(crate) struct Tiles<const RANK: usize> {
 }
 
 impl TensorMap {
-    /// What a kernel is given that moves no such tiles.
+    /// The parameter of a kernel that moves no such tiles.
     pub(crate) const NONE: Self = Self([0; 16]);
 
     /// Encodes the tensor at `base`. Sizes of 0 count as 1: such a tensor is not read.

@@ -1,4 +1,4 @@
-//! What a product of groups of rows is, apart from how it runs: the experts of a mixture, each with a matrix of its own.
+//! The description of a product of groups of rows: the experts of a mixture, each with its own matrix.
 
 use crate::base::dtype::DType;
 
@@ -42,10 +42,10 @@ pub struct GroupedGemmSpec {
     pub kind: GroupedKind,
     /// Groups, of which any may be empty.
     pub groups: usize,
-    /// Rows that there is memory for; what splits say beyond them is never touched.
+    /// Rows that there is memory for; rows that splits count beyond these are never touched.
     pub rows: usize,
-    /// Rows that splits may count: what they say beyond is cut off. Fewer than `rows` where casts have padded the groups
-    /// ([`GroupedKind::WeightGradient`]), who have written the padding of as many rows alone.
+    /// Rows that splits may count; larger counts are cut off. This is less than `rows` if casts have padded the groups
+    /// ([`GroupedKind::WeightGradient`]), since a cast writes padding only for so many rows.
     pub counted: usize,
     /// See the table.
     pub n: usize,

@@ -22,7 +22,7 @@ pub(crate) struct Problems<'a> {
     pub(crate) out_features: usize,
 }
 
-/// Type that a bias must come in: cuBLAS takes none of FP32 beside FP8 operands.
+/// Type of a bias: cuBLAS takes no FP32 bias with FP8 operands.
 pub(crate) const fn bias_dtype(activation: Float) -> DType {
     match activation {
         Float::F16 => DType::F16,
@@ -103,7 +103,9 @@ impl Problems<'_> {
     }
 }
 
-/// What contradicts itself.
+/// # Errors
+
+/// Options that contradict each other.
 pub(crate) fn check_recipe(recipe: &Recipe, save_original_input: bool) -> Result<()> {
     if recipe.is_delayed() && recipe.backward_override != BackwardOverride::None {
         return Err(Error::value(OP, "delayed scaling has no backward_override; leave it at None"));
@@ -139,8 +141,8 @@ pub(crate) fn check_features(in_features: usize, out_features: usize, input_grad
     Ok(())
 }
 
-/// The same for rows: multiples of 8. Other counts, where they are allowed, come with the rows that the recipe's GEMMs need
-/// appended.
+/// The same for rows: multiples of 8. If other counts are allowed, the caller has appended the rows that the recipe's
+/// GEMMs need.
 pub(crate) fn check_rows(recipe: &Recipe, rows: usize, any_rows: bool) -> Result<()> {
     let missing = rows.next_multiple_of(ROW_GRANULE) - rows;
     if missing != 0 && !(any_rows && recipe.missing_rows(rows) == 0) {

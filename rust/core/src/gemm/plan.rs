@@ -1,4 +1,5 @@
-//! Plans of matrix products: a plan is built once per problem, shared by every layer that has it, and runs on either backend.
+//! Plans of matrix products. A plan is built once per problem, shared by all layers with that problem, and runs on
+//! either backend.
 
 use std::sync::Arc;
 
@@ -13,7 +14,7 @@ use crate::gemm::problem::{GemmPointers, Problem, ScaleMode};
 use crate::host::gemm as host_gemm;
 use crate::launch::target::{Backend, Target};
 
-/// Plans that are kept although no layer holds them, beside as many as layers hold.
+/// Number of kept plans that no layer holds, in addition to the plans that layers hold.
 const IDLE_PLANS: usize = 1024;
 
 /// Elements of an operand that cuBLAS always takes.
@@ -71,8 +72,8 @@ impl GemmPlan {
 pub struct GemmPlans {
     cublas: Option<CublasLt>,
     plans: FxHashMap<Problem, Arc<GemmPlan>>,
-    /// Plans that layers held when the others were dropped last. Twice as many have to be there before all are looked
-    /// through again, so that a new plan costs the same however many are held.
+    /// Number of plans that layers held at the last clean-up. The next clean-up waits until there are twice as many, so
+    /// that the cost of a new plan does not depend on their number.
     held: usize,
 }
 
@@ -104,7 +105,7 @@ impl GemmPlans {
         Ok(plan)
     }
 
-    /// How many plans are held.
+    /// Number of plans.
     #[must_use]
     pub fn len(&self) -> usize {
         self.plans.len()
@@ -117,7 +118,7 @@ impl GemmPlans {
     }
 }
 
-/// The whole problem; or, where cuBLAS has no algorithm for a second operand this large, parts of its rows.
+/// The whole problem, or parts of its rows if cuBLAS has no algorithm for a second operand of this size.
 fn make_parts(cublas: &CublasLt, problem: &Problem) -> Result<Vec<Part>> {
     let refused = match cublas.plan(problem) {
         Ok(cublas) => return Ok(vec![Part { cublas, offsets: [0; 3] }]),

@@ -1,4 +1,4 @@
-//! What a matrix product is, apart from how it runs: sizes, types, layouts, and the pointers of a call.
+//! The description of a matrix product: sizes, types, layouts, and the pointers of a call.
 //!
 //! Everything is stated for row-major tensors: `D[m, n] = X[m, k] · W[n, k]ᵀ + bias`, where an operand may also be
 //! stored with k outermost.
@@ -9,7 +9,7 @@ use crate::base::dtype::DType;
 use crate::base::error::{Error, Result};
 use crate::pointers;
 
-/// Scratch memory that cuBLASLt may use, bytes (what torch gives it on Hopper).
+/// Scratch memory that cuBLASLt may use, bytes (torch's value on Hopper).
 pub const WORKSPACE_BYTES: usize = 32 << 20;
 
 /// How an operand's scale is laid out.
@@ -52,7 +52,7 @@ impl Operand {
     }
 }
 
-/// What a GEMM does to its result before it is stored.
+/// The epilogue of a GEMM, which changes the result before it is stored.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Epilogue {
@@ -79,7 +79,7 @@ impl Factor {
         Self(value.to_bits())
     }
 
-    /// Its value.
+    /// The factor's value.
     #[must_use]
     pub const fn value(self) -> f32 {
         f32::from_bits(self.0)
@@ -107,7 +107,7 @@ pub struct Problem {
     pub bias: Option<DType>,
     /// Factor of the product, before bias and addition.
     pub alpha: Factor,
-    /// What follows the bias.
+    /// The epilogue after the bias.
     pub epilogue: Epilogue,
     /// `D += …` instead of `D = …`.
     pub accumulate: bool,

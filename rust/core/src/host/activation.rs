@@ -54,7 +54,7 @@ fn swish(g: f32, alpha: f32) -> Pair {
 pub(crate) fn gelu(g: f32) -> Pair {
     let (s, rest) = sigmoid(g * (GELU_CUBIC * (g * g) + GELU_LINEAR));
     let value = g * s;
-    // Where the square is capped the product with `rest` is 0, as it should be.
+    // If the square is capped, the product with `rest` is correctly 0.
     let slope = 3.0 * GELU_CUBIC * (g * g).min(1e10) + GELU_LINEAR;
     Pair { value, slope: value * rest * slope + s }
 }
@@ -111,7 +111,7 @@ impl Function {
     }
 }
 
-/// Where column `col` of the result lies in a row of the input.
+/// The column of the input for column `col` of the result.
 #[derive(Clone, Copy)]
 pub(crate) struct Halves {
     pub(crate) cols: usize,

@@ -1,5 +1,5 @@
-//! Host kernels of `cuda/activation/activation_backward.cu`. Sums over rows and columns are in f64, so that they are at least as
-//! near to the exact ones as the GPU's.
+//! Host kernels of `cuda/activation/activation_backward.cu`. Sums over rows and columns are in f64, so that they are at
+//! least as accurate as the GPU's.
 
 use half::{bf16, f16};
 use te_fast_kernels::{Float, KernelId};

@@ -30,7 +30,7 @@ fn from_type<X: Real>(p: &AffineParams<'_>) {
     }
 }
 
-/// One row's addend as FP32; empty without.
+/// One row's addend as FP32; empty if there is none.
 fn row(p: &AffineParams<'_>) -> Vec<f32> {
     fn read<T: Real>(b: DevPtr<'_>, cols: usize) -> Vec<f32> {
         b.slice::<T>(cols).iter().map(|value| value.to_f32()).collect()

@@ -1,4 +1,4 @@
-//! Host kernels of `cuda/quantize/amax.cu`. There is one host thread of control, so the workspace stays as it is: zero.
+//! Host kernels of `cuda/quantize/amax.cu`. The host needs no workspace, so the workspace stays zero.
 
 use half::{bf16, f16};
 use te_fast_kernels::{Float, KernelId};

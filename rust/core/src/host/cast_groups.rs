@@ -49,7 +49,7 @@ struct Values<'a, T> {
     numbers: &'a [i32],
     cols: usize,
     all: bool,
-    /// A row that no token has.
+    /// The number of a row without a token.
     zeros: Vec<T>,
 }
 
@@ -103,7 +103,7 @@ fn token_maxima<T: Real>(p: &CastGroupsParams<'_>) {
     }
 }
 
-/// The same as [`maxima`], from those of tokens.
+/// The same as [`maxima`], from the maxima of tokens.
 fn gathered_maxima(p: &CastGroupsParams<'_>) {
     let parts = p.parts as usize;
     let (numbers, token_max) = (p.numbers.slice::<i32>(p.rows as usize), p.token_max.slice::<f32>(p.tokens as usize));
@@ -115,7 +115,7 @@ fn gathered_maxima(p: &CastGroupsParams<'_>) {
     }
 }
 
-/// The first part of a group has its maximum, the others none.
+/// The first part of a group gets the group's maximum, the other parts get zero.
 fn maxima<T: Real>(p: &CastGroupsParams<'_>) {
     let (values, parts) = (Values::<T>::of(p), p.parts as usize);
     let partial = p.partial.slice_mut::<f32>(p.groups as usize * parts);
@@ -149,7 +149,7 @@ fn cast<T: Real, F: Format>(p: &CastGroupsParams<'_>) {
     write(p, &groups, byte);
 }
 
-/// Writes the layouts that are there: `byte(group, row of the group, column)`.
+/// Writes the requested layouts from `byte(group, row of the group, column)`.
 fn write(p: &CastGroupsParams<'_>, groups: &[GroupRows], byte: impl Fn(usize, usize, usize) -> u8 + Sync) {
     let (cols, ld) = (p.cols as usize, p.ld_t as usize);
     for (index, group) in groups.iter().enumerate() {

@@ -1,4 +1,4 @@
-//! Host kernels of `cuda/quantize/cast_many.cu`: those of one tensor, one after the other.
+//! Host kernels of `cuda/quantize/cast_many.cu`, which run the kernel of one tensor for each tensor.
 
 use half::{bf16, f16};
 use te_fast_kernels::constants::quantize::SCALE_ALIGN;
@@ -52,7 +52,7 @@ fn run_entry(p: &CastManyParams<'_>, entry: &ManyEntry<'_>, id: KernelId) -> Res
         KernelId::CastMany(input, output) => {
             host::cast::run_transpose(&cast_transpose(entry), KernelId::CastTranspose(input, output))
         }
-        // No tile, no kernel.
+        // Without a tile there is no kernel to run.
         KernelId::CastBlockMany(..) if entry.rows == 0 || entry.cols == 0 => Ok(()),
         KernelId::CastBlockMany(input, output) => {
             host::cast_block::run(&cast_block(p, entry), KernelId::CastBlock2d(input, output))

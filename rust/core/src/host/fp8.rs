@@ -75,7 +75,7 @@ pub(crate) trait Format: Send + Sync + 'static {
         let clamped = magnitude.min(Self::FP8.max().to_bits());
         let rounded = clamped + ((1 << (shift - 1)) - 1) + ((clamped >> shift) & 1);
         let normal = (rounded >> shift).wrapping_sub((127 - Self::BIAS) << Self::MANTISSA);
-        // A sum whose last place is worth the smallest subnormal rounds to a multiple of it.
+        // The sum's last place is the smallest subnormal, so the addition rounds to a multiple of it.
         let magic = (127 + 23 - (Self::BIAS - 1 + Self::MANTISSA)) << 23;
         let subnormal = (f32::from_bits(clamped) + f32::from_bits(magic)).to_bits().wrapping_sub(magic);
         let min_normal = (127 - Self::BIAS + 1) << 23;
@@ -188,7 +188,7 @@ pub(crate) use dispatch_types;
 mod tests {
     use super::*;
 
-    /// The nearest of all finite codes, ties to the even one: slow and plainly right.
+    /// The nearest of all finite codes, ties to the even one: a slow and simple reference.
     fn nearest<F: Format>(value: f32) -> u8 {
         let table = decode_table(F::FP8 == Fp8::E4m3);
         let sign = u8::from(value.is_sign_negative()) << 7;

@@ -1,6 +1,6 @@
-//! Matrix product on the host: operands are dequantised to FP32 and multiplied by a well-kept SGEMM.
-//! FP8 products are exact in FP32, and their sums are nearer to the truth than a GPU's. Where a GPU's bits are wanted, FP8
-//! operands go to [`tensor_core`].
+//! Matrix product on the host: operands are dequantised to FP32 and multiplied by a well-kept SGEMM. FP8 products are
+//! exact in FP32, and their sums are more accurate than a GPU's. If the caller wants a GPU's bits, FP8 operands go to
+//! [`tensor_core`].
 
 use half::{bf16, f16};
 use ndarray::linalg::general_mat_mul;
@@ -77,7 +77,7 @@ fn as_tensor_cores(problem: &Problem, io: &GemmPointers<DevPtr<'_>>, [x, w]: [Fp
     tensor_core::multiply(k, &x, &w, n, &accumulation, product);
 }
 
-/// Elements from the first to the last of a matrix with gaps between its rows.
+/// Number of elements from the first to the last of a matrix with gaps between its rows.
 const fn span(rows: usize, cols: usize, ld: usize) -> usize {
     if rows == 0 { 0 } else { (rows - 1) * ld + cols }
 }
@@ -163,7 +163,7 @@ fn apply_block_scales(operand: &Operand, scales: DevPtr<'_>, values: &mut [f32],
     });
 }
 
-/// Block scales of an operand; none where it has another kind.
+/// Block scales of an operand; none for other kinds of scales.
 struct BlockScales<'a> {
     scales: &'a [f32],
     square: bool,

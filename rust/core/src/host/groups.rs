@@ -1,4 +1,4 @@
-//! Where the groups of a tensor's rows lie, as the counts on the device have it.
+//! The places of the groups among a tensor's rows, from the counts on the device.
 
 use crate::base::pointer::DevPtr;
 use te_fast_kernels::constants::tile::TILE;
@@ -6,16 +6,16 @@ use te_fast_kernels::constants::tile::TILE;
 /// The rows of one group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct GroupRows {
-    /// The first one.
+    /// The first row.
     pub(crate) first: usize,
-    /// How many.
+    /// Number of rows.
     pub(crate) rows: usize,
-    /// The first one where each group begins at a multiple of 128.
+    /// The first row if each group begins at a multiple of 128.
     pub(crate) padded: usize,
 }
 
-/// The groups that `splits` counts within `capacity` rows. Counts below zero are none; what goes beyond the rows is cut off,
-/// as the kernels do it, who must not read past the end.
+/// The groups that `splits` counts within `capacity` rows. Negative counts are zero. Counts beyond the rows are cut
+/// off, as in the kernels, which must not read past the end.
 pub(crate) fn counted(splits: DevPtr<'_>, groups: usize, capacity: usize) -> Vec<GroupRows> {
     let (mut first, mut padded) = (0, 0);
     let one = |&count: &i64| {

@@ -1,5 +1,5 @@
-//! Host kernels of `cuda/norm/norm.cu` and `cuda/norm/norm_short.cu`. Statistics are those of FP64 sums, so that they differ from
-//! the GPU's by the rounding of its sums; everything after them is the GPU's FP32.
+//! Host kernels of `cuda/norm/norm.cu` and `cuda/norm/norm_short.cu`. Statistics come from FP64 sums, so that they
+//! differ from the GPU's only by the rounding of the GPU's sums. All later arithmetic is FP32, as on the GPU.
 
 use half::{bf16, f16};
 use te_fast_kernels::{Float, KernelId};
@@ -10,8 +10,8 @@ use crate::host::fp8::{Real, is_noop, read_scalar, write_scalar};
 use crate::host::rows::{Outputs, Values, for_row_groups, raise, row_bytes, write_measured};
 use crate::ops::norm::NormParams;
 
-/// Runs `norm_*`, `norm_transpose_*`, `norm_long_*`, `norm_short_*` and `norm_short_transpose_*`, which differ in how
-/// they share out the work.
+/// Runs `norm_*`, `norm_transpose_*`, `norm_long_*`, `norm_short_*` and `norm_short_transpose_*`, which differ only in
+/// how they divide the work.
 ///
 /// # Errors
 /// An id that does not take these parameters.
@@ -38,8 +38,8 @@ fn stats<T: Real>(row: &[f32], rms: bool, eps: f32) -> (f32, f32) {
     let sum = row.iter().map(|&x| f64::from(x)).sum::<f64>();
     let mean = if rms { 0.0 } else { (sum / count) as f32 };
     let squares = row.iter().map(|&x| f64::from(x - mean).powi(2)).sum::<f64>();
-    // Of 16-bit elements the GPU takes sum times mean off the squares for either norm: infinity times RMSNorm's mean of
-    // zero is NaN, as Transformer Engine's tuned kernels make of such a row.
+    // For 16-bit elements the GPU subtracts sum times mean from the squares in both norms. Infinity times RMSNorm's
+    // mean of zero is NaN, which is also the result of Transformer Engine's tuned kernels.
     let apart = if rms && size_of::<T>() == 2 { (sum as f32) * mean } else { 0.0 };
     (mean, 1.0 / ((squares / count) as f32 - apart + eps).sqrt())
 }

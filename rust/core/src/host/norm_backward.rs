@@ -1,5 +1,5 @@
-//! Host kernels of `cuda/norm/norm_backward.cu` and `cuda/norm/norm_backward_long.cu`. Sums over rows and columns are in f64, so
-//! that they are at least as near to the exact ones as the GPU's; what is summed is the GPU's FP32.
+//! Host kernels of `cuda/norm/norm_backward.cu` and `cuda/norm/norm_backward_long.cu`. Sums over rows and columns are
+//! in f64, so that they are at least as accurate as the GPU's. The summands are FP32, as on the GPU.
 
 use half::{bf16, f16};
 use te_fast_kernels::{Float, KernelId};

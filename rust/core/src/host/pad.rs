@@ -6,7 +6,7 @@ use crate::base::error::Result;
 use crate::base::pointer::DevPtr;
 use crate::ops::pad::{Move, PadRowsParams};
 
-/// Consecutive rows of the output, and where they come from.
+/// Consecutive rows of the output, and their source.
 #[derive(Clone, Copy, Debug)]
 struct Segment {
     out_start: usize,
@@ -33,7 +33,7 @@ fn splits(p: &PadRowsParams<'_>) -> Vec<usize> {
     values.into_iter().map(|value| value.clamp(0, most) as usize).collect()
 }
 
-/// Where each of `sizes` starts, and the end of all.
+/// The start of each of `sizes`, and the end of all.
 fn starts(sizes: impl Iterator<Item = usize>) -> (Vec<usize>, usize) {
     let mut end = 0;
     let starts = sizes.map(|size| {

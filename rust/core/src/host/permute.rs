@@ -1,4 +1,4 @@
-//! Host kernel of `cuda/moe/permute.cu`, and how host kernels read a row map (`cuda/moe/routing.cuh`).
+//! Host kernel of `cuda/moe/permute.cu`, and the reader of row maps for host kernels (`cuda/moe/routing.cuh`).
 
 use te_fast_kernels::KernelId;
 
@@ -11,9 +11,9 @@ use crate::ops::row_map::RowMapParams;
 /// A slot of a token.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Slot {
-    /// Row of the permuted tensor; none where it was dropped.
+    /// Row of the permuted tensor; none if it was dropped.
     pub(crate) row: Option<usize>,
-    /// Place among the token's probabilities.
+    /// Index among the token's probabilities.
     pub(crate) column: usize,
 }
 
@@ -119,7 +119,7 @@ pub(crate) fn load_prob(probs: DevPtr<'_>, i: usize, code: u32) -> f32 {
     }
 }
 
-/// Whether probability `i` is exactly 0, which a small f64 is not though its f32 is.
+/// Whether probability `i` is exactly 0. A small f64 may be nonzero although its f32 is 0.
 pub(crate) fn is_zero_prob(probs: DevPtr<'_>, i: usize, code: u32) -> bool {
     if code == 3 { probs.offset(i * 8).slice::<f64>(1)[0] == 0.0 } else { load_prob(probs, i, code) == 0.0 }
 }
@@ -144,7 +144,7 @@ pub(crate) fn copy_prob(from: DevPtr<'_>, i: usize, to: DevPtr<'_>, j: usize, co
 /// Runs `permute_fwd`.
 ///
 /// # Errors
-/// A type of routing map that there is not.
+/// An unknown type of routing map.
 pub(crate) fn run(p: &PermuteParams<'_>, id: KernelId) -> Result<()> {
     permute_map::run(&p.making, id)?;
     let map = HostMap::new(&p.map);
@@ -180,7 +180,7 @@ pub(crate) fn run(p: &PermuteParams<'_>, id: KernelId) -> Result<()> {
     Ok(())
 }
 
-/// Takes the slots that found no row off a mask map that was made for these rows: the first ones of each token.
+/// Removes the slots without a row from a mask map that was made for these rows: the first ones of each token.
 pub(crate) fn strike_dropped(p: &RowMapParams<'_>) {
     let experts = p.experts as usize;
     if experts == 0 {

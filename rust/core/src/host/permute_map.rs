@@ -11,10 +11,10 @@ use crate::ops::permute_map::{MakeMapParams, PermuteDroppedParams, PermuteEndsPa
 
 static DROPPED: AtomicI64 = AtomicI64::new(0);
 
-/// Runs `permute_map`, and the map's part of other kernels, if they have one.
+/// Runs `permute_map`, and the map's part of other kernels.
 ///
 /// # Errors
-/// A type of routing map that there is not.
+/// An unknown type of routing map.
 pub(crate) fn run(p: &MakeMapParams<'_>, _: KernelId) -> Result<()> {
     const MASK8: u32 = Routing::Mask8 as u32;
     const MASK32: u32 = Routing::Mask32 as u32;
@@ -36,7 +36,7 @@ pub(crate) fn run(p: &MakeMapParams<'_>, _: KernelId) -> Result<()> {
     Ok(())
 }
 
-/// First row of every expert, after all that describes the permutation was written.
+/// First row of every expert, after the permutation's outputs were written.
 fn describe(p: &MakeMapParams<'_>, counts: &[usize]) -> Vec<usize> {
     let experts = counts.len();
     let (align, capacity) = (p.align as usize, usize::try_from(p.capacity).unwrap_or(usize::MAX));

@@ -36,7 +36,7 @@ fn rotate<T: Real>(p: &RotateParams<'_>) {
     }
 }
 
-/// Elements up to a place: strides times numbers.
+/// Offset of an element: strides times indices.
 fn place(strides: &[i64], numbers: &[u64]) -> usize {
     strides.iter().zip(numbers).map(|(&stride, &number)| stride as usize * number as usize).sum()
 }
@@ -45,7 +45,7 @@ fn f32s(wave: DevPtr<'_>, at: usize, width: usize) -> &[f32] {
     wave.offset(at * size_of::<f32>()).slice(width)
 }
 
-/// The heads of one row, each through a copy: the output may be the input.
+/// The heads of one row, each through a copy, since the output may be the input.
 fn rotate_row<T: Real>(
     p: &RotateParams<'_>,
     part: &RotatePart,

@@ -9,7 +9,7 @@ use crate::base::pointer::DevPtr;
 use crate::host::fp8::Real;
 use crate::ops::router::{RouterBwdParams, RouterParams};
 
-/// Keeps sums of scores from zero.
+/// Added to sums of scores, so that they are not zero.
 const EPS: f32 = 1e-20;
 /// Softplus is the identity from here on.
 const LINEAR_FROM: f32 = 20.0;
@@ -50,7 +50,7 @@ fn softmax(x: &mut [f32]) {
     divide_by_sum(x, 0.0);
 }
 
-/// Divides values by their sum, which is kept from zero.
+/// Divides values by their sum plus a small number.
 fn divide_by_sum(x: &mut [f32], eps: f32) {
     let sum = x.iter().sum::<f32>() + eps;
     for x in x {
@@ -75,7 +75,7 @@ fn key(value: f32) -> u32 {
     if bits >> 31 == 0 { bits | 1 << 31 } else { !bits }
 }
 
-/// The places of the largest, best first; of equal ones the first.
+/// The indices of the largest values, best first; the first one among equals.
 fn best(values: &[f32], count: usize) -> Vec<usize> {
     let mut order: Vec<usize> = (0..values.len()).collect();
     order.sort_by_key(|&at| std::cmp::Reverse(key(values[at])));
@@ -83,7 +83,7 @@ fn best(values: &[f32], count: usize) -> Vec<usize> {
     order
 }
 
-/// Scores, with those of all but the best groups of experts at minus infinity.
+/// Scores, with minus infinity for experts outside of the best groups.
 fn in_best_groups(choice: &mut [f32], topk: usize, groups: usize, group_topk: usize) {
     let width = choice.len() / groups;
     let sum = |group: &[f32]| best(group, topk / group_topk).into_iter().fold(0.0, |sum, at| sum + group[at]);
@@ -145,7 +145,7 @@ fn forward<T: Real>(p: &RouterParams<'_>) {
     }
 }
 
-/// Writes the experts of a token in every form that is asked for.
+/// Writes the experts of a token in every requested form.
 fn note(p: &RouterParams<'_>, token: usize, chosen: &[usize]) {
     let experts = p.experts as usize;
     let map = p.map.offset(token * experts).slice_mut::<u8>(if p.map.is_null() { 0 } else { experts });

@@ -1,4 +1,4 @@
-//! What host kernels that work row by row share: values per row, where a row goes, and the tasks.
+//! Helpers of host kernels that work row by row: values per row, destinations of a row, and tasks.
 
 use half::{bf16, f16};
 use rayon::prelude::*;
@@ -28,7 +28,7 @@ impl<'a> Values<'a> {
         Self { data, float }
     }
 
-    /// An element; 1 where there is no tensor.
+    /// An element; 1 if there is no tensor.
     pub(crate) fn get(self, index: usize) -> f32 {
         if self.data.is_null() {
             return 1.0;
@@ -55,7 +55,7 @@ impl<'a> Values<'a> {
     }
 }
 
-/// Where one tensor goes: rounded to its type, as FP8 bytes, or both.
+/// The destination of one tensor: rounded to its type, as FP8 bytes, or both.
 pub(crate) struct Outputs<'a> {
     pub(crate) high: DevPtr<'a>,
     pub(crate) bytes: DevPtr<'a>,
@@ -83,7 +83,7 @@ impl Outputs<'_> {
     }
 }
 
-/// Runs `task` for every group of [`ROWS`] rows, in parallel where `elements` are many; results in order.
+/// Runs `task` for every group of [`ROWS`] rows, in parallel for many `elements`; results are in order.
 pub(crate) fn for_row_groups<R: Send>(
     rows: usize,
     elements: usize,
@@ -98,7 +98,7 @@ pub(crate) fn for_row_groups<R: Send>(
     }
 }
 
-/// The row layout if there is one, else bytes that only the transposed layout needs.
+/// The row layout if there is one, else temporary bytes for the transposed layout.
 pub(crate) fn row_bytes<'a>(out: DevPtr<'a>, out_t: DevPtr<'_>, spare: &'a mut Vec<u8>, len: usize) -> DevPtr<'a> {
     if !out.is_null() || out_t.is_null() {
         return out;

@@ -1,9 +1,7 @@
-//! FP8 products with the bits of Hopper's tensor cores.
-//!
-//! The cores sum 32 products at a time, and what was summed before, in fixed point: every term is cut off, towards zero, 13 bits
-//! behind the point of the largest one, and so is the sum behind its own ("MMA-Sim", arXiv 2511.10909; confirmed bit for
-//! bit on an H200, `tests/gpu/test_exact.py`). Fast accumulation is one chain over all of k; split accumulation adds the
-//! chains of every 128 in FP32.
+//! FP8 products with the bits of Hopper's tensor cores. The cores add 32 products at a time to the previous sum, in
+//! fixed point: every term is cut off, towards zero, 13 bits behind the point of the largest one, and so is the sum
+//! behind its own ("MMA-Sim", arXiv 2511.10909; confirmed bit for bit on an H200, `tests/gpu/test_exact.py`). Fast
+//! accumulation is one chain over all of k; split accumulation adds the chains of every 128 in FP32.
 
 use rayon::prelude::*;
 use te_fast_kernels::Fp8;
@@ -14,7 +12,7 @@ const STEP: usize = 32;
 const BLOCK: usize = 128;
 /// Bits behind the point of the largest term that are kept.
 const FRACTION: i32 = 13;
-/// What the cores make of NaN.
+/// The cores' result for NaN.
 const NAN: f32 = f32::from_bits(0x7fff_ffff);
 /// The exponent of a sum that is zero, below every other one.
 const NOTHING: i32 = -1 << 16;
@@ -70,7 +68,7 @@ impl Terms {
 struct Sum {
     significand: i64,
     exponent: i32,
-    /// An infinity or NaN, which takes the sum's place.
+    /// An infinity or NaN, which replaces the sum.
     special: Option<f32>,
 }
 
@@ -153,7 +151,7 @@ impl Rows<'_> {
     }
 }
 
-/// How the sums of blocks of 128 come together.
+/// How the sums of blocks of 128 are combined.
 pub(crate) enum Accumulation<'a> {
     /// One chain.
     Fast,
@@ -210,7 +208,7 @@ mod tests {
                 match term.special {
                     Special::None => {
                         let number = f32::from(term.significand) * f32::from(term.exponent - 3).exp2();
-                        // The cores know no negative zero.
+                        // The cores have no negative zero.
                         assert_eq!(number.to_bits(), (value + 0.0).to_bits());
                     }
                     Special::Infinite => assert!(value.is_infinite()),
@@ -227,7 +225,7 @@ mod tests {
         let mut a = [one; STEP];
         assert_eq!(Sum::ZERO.step(&a, &a).value().to_bits(), 32.0_f32.to_bits());
         a[1..].fill(small);
-        // 2^-18 lies behind the 13 bits of 1.
+        // 2^-18 is below the 13 bits after the point of 1.
         assert_eq!(Sum::ZERO.step(&a, &a).value().to_bits(), 1.0_f32.to_bits());
         let sum = Sum::ZERO.step(&a[1..], &a[1..]).value();
         assert_eq!(sum.to_bits(), (31.0 * (-18.0_f32).exp2()).to_bits());

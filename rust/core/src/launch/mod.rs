@@ -1,4 +1,4 @@
-//! How a kernel is launched: geometry, parameters, target, and who is told.
+//! Launches of kernels: geometry, parameters, target, counters and recorder.
 
 pub mod grid;
 pub mod params;

@@ -4,14 +4,14 @@ use te_fast_kernels::KernelId;
 
 use crate::base::error::Result;
 
-/// What makes [`Params`] the business of [`params!`] alone.
+/// Seals [`Params`], so that only [`params!`] implements it.
 pub(crate) mod sealed {
     /// A struct whose layout `params!` has checked.
     pub trait Sealed {}
 }
 
-/// Parameters of a kernel: their bytes are what the launch copies, and the host backend runs on the same struct. Kernels
-/// read them as their own struct, so that no other crate can add one: `params!` defines each, without padding.
+/// Parameters of a kernel. A launch copies their bytes, and the host backend runs on the same struct. Kernels read the
+/// bytes as their own struct, so only `params!` may define one, without padding.
 pub trait Params: sealed::Sealed {
     /// Whether the kernel takes this struct.
     fn accepts(id: KernelId) -> bool;
@@ -19,13 +19,13 @@ pub trait Params: sealed::Sealed {
     /// Runs the host kernel of `id`.
     ///
     /// # Errors
-    /// Only what the kernel itself can find wrong; shapes were checked by the plan.
+    /// Faults that only the kernel can find; the plan has checked shapes.
     fn run_host(&self, id: KernelId) -> Result<()>;
 }
 
 /// Defines a `#[repr(C)]` parameter struct, asserts its size (the `.cu` file asserts it of its own struct) and binds it
 /// to the families of [`KernelId`] that take it; `run` is the host kernel, `fn(&Params, KernelId) -> Result<()>`. With
-/// `..Pointers,` it begins with the op's pointers in their order, which are read as its own.
+/// `..Pointers,` the struct begins with the op's pointers in their order, and they can be read as its own fields.
 macro_rules! params {
     (
         $(#[$doc:meta])*

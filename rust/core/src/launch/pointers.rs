@@ -1,7 +1,7 @@
 //! The pointers of an op, declared once: addresses when it runs, places while a program is compiled. Kernels that take
 //! them in this order have them as the head of their parameters (`params!`).
 
-/// Defines a struct of one field per pointer, generic in what a pointer is. The default has none of them.
+/// Defines a struct of one field per pointer, generic in the type of a pointer. In the default all pointers are absent.
 #[macro_export]
 macro_rules! pointers {
     ($(#[$doc:meta])* pub struct $name:ident { $($(#[$field_doc:meta])* $field:ident,)* }) => {
@@ -11,13 +11,13 @@ macro_rules! pointers {
         pub struct $name<P> { $($(#[$field_doc])* pub $field: P,)* }
 
         impl<P> $name<P> {
-            /// The same of what `to` makes of each pointer.
+            /// The same struct, with `to` applied to each pointer.
             #[inline]
             pub fn map<Q>(&self, mut to: impl FnMut(&P) -> Q) -> $name<Q> {
                 $name { $($field: to(&self.$field),)* }
             }
 
-            /// Shows every pointer to `visit`.
+            /// Calls `visit` with every pointer.
             pub fn each(&self, mut visit: impl FnMut(&P)) {
                 $(visit(&self.$field);)*
             }

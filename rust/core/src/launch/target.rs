@@ -1,4 +1,4 @@
-//! The launch seam: where launches go, and the one function that sends them there.
+//! The launch seam: the targets of launches, and the one function that sends launches to them.
 //!
 //! A kernel is a [`KernelId`] and one `#[repr(C)]` parameter struct. `launch` sends the pair to the CUDA driver, or runs the
 //! Rust kernel of the same id on CPU memory, and tells the [`Trace`] either way. A kernel reads and writes only what its
@@ -22,12 +22,12 @@ pub enum Backend<'d> {
     Host,
 }
 
-/// Where launches of one call go, in order.
+/// The target of one call's launches, in order.
 #[derive(Debug)]
 pub struct Target<'d> {
     /// The backend.
     pub backend: Backend<'d>,
-    /// Who is told.
+    /// Counters and recorder.
     pub trace: &'d mut Trace,
 }
 
@@ -47,7 +47,7 @@ impl<'d> Target<'d> {
 /// Launches kernel `id` with `params`; an empty grid launches nothing.
 ///
 /// # Errors
-/// The driver's refusal of the launch, or what the host kernel found wrong.
+/// The driver's refusal of the launch, or an error of the host kernel.
 #[inline]
 pub(crate) fn launch<P: Params>(target: &mut Target<'_>, id: KernelId, grid: Grid, params: &P) -> Result<()> {
     debug_assert!(P::accepts(id), "{} does not take this parameter struct", id.symbol());

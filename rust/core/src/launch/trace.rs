@@ -1,4 +1,4 @@
-//! What a forward did: counters that always run, and a recorder that notes launches for tests and benches.
+//! Counters of launches, which always run, and a recorder that notes launches for tests and benches.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -30,7 +30,7 @@ pub struct Counters {
 }
 
 impl Counters {
-    /// What was counted since `before`.
+    /// The counts since `before`.
     #[must_use]
     pub fn since(&self, before: &Self) -> Self {
         Self {
@@ -44,7 +44,7 @@ impl Counters {
         }
     }
 
-    /// Counts what another call did, which this one repeats.
+    /// Adds the counts of another call, which this one repeats.
     pub fn add(&mut self, other: &Self) {
         self.launches += other.launches;
         self.gemms += other.gemms;
@@ -56,7 +56,7 @@ impl Counters {
     }
 }
 
-/// What happens to a launch beside being counted.
+/// The handling of a launch beside the counters.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Recording {
     /// Launch only.
@@ -84,7 +84,7 @@ pub struct Launch {
 }
 
 impl Launch {
-    /// A product, of which the geometry is the library's or the plan's own.
+    /// A matrix product; the library or the plan decides its geometry.
     fn of_a_product(name: &'static str) -> Self {
         let nowhere = Grid { blocks: [0; 3], threads: 0, shared_bytes: 0, cluster: 1 };
         Self { name, grid: nowhere, params: Vec::new(), problem: None, grouped: None }
@@ -101,7 +101,7 @@ pub struct Trace {
 }
 
 impl Trace {
-    /// Starts or stops noting launches; starting forgets what was noted.
+    /// Starts or stops noting launches; a start drops earlier notes.
     pub fn record(&mut self, recording: Recording) {
         self.recording = recording;
         if recording != Recording::Off {
@@ -115,7 +115,7 @@ impl Trace {
         self.recording
     }
 
-    /// What was noted since the recorder started.
+    /// The launches since the recorder started.
     #[must_use]
     pub fn launches(&self) -> &[Launch] {
         &self.launches
@@ -157,7 +157,7 @@ impl Trace {
     #[cold]
     fn note(&mut self, launch: impl FnOnce() -> Launch) -> bool {
         if self.recording == Recording::Only {
-            // Benches run this millions of times: the notes are what Tee is for.
+            // Benches run this millions of times, so only Tee notes launches.
             return false;
         }
         self.launches.push(launch());

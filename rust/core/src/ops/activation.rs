@@ -15,8 +15,8 @@ use crate::ops::cast::{aligned, check_columns, scaled, tiles};
 use crate::ops::strips::StripPlan;
 use crate::{params, pointers};
 
-/// An activation function. Of a gated one the activated half `g` is the first half of the last dimension and the
-/// linear half `l` the second, unless they are interleaved.
+/// An activation function. In a gated function the activated half `g` is the first half of the last dimension and the
+/// linear half `l` is the second, unless they are interleaved.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Activation {
     /// `0.5 g (1 + tanh(sqrt(2 / pi) (g + 0.044715 g^3)))`.
@@ -47,7 +47,7 @@ pub enum Activation {
         limit: f32,
         /// Factor inside the sigmoid.
         alpha: f32,
-        /// What is added to the clamped linear half.
+        /// Added to the clamped linear half.
         offset: f32,
     },
     /// `beta1 tanh(g / beta1) sigmoid(g) * beta2 tanh(l / beta2)`.
@@ -156,7 +156,7 @@ impl Activation {
     }
 }
 
-/// Shape and output facts that both directions check alike.
+/// Checks of shape and outputs for both directions.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Shape {
     pub(crate) op: &'static str,
@@ -166,7 +166,7 @@ pub(crate) struct Shape {
     pub(crate) interleave: usize,
 }
 
-/// How the tensor is walked and where its transposed layout lies.
+/// The walk over the tensor, and the place of its transposed layout.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Tiling {
     pub(crate) strips: StripPlan,
@@ -233,7 +233,7 @@ params! {
     }
 }
 
-/// What an activation does, apart from where its buffers are.
+/// The description of an activation, without its buffers.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ActivationSpec {
     /// Rows.
@@ -254,14 +254,14 @@ pub struct ActivationSpec {
     pub rowwise: bool,
     /// Write the FP8 transposed layout.
     pub columnwise: bool,
-    /// Type of a factor per row, where there is one.
+    /// Type of a factor per row, if there is one.
     pub row_scale: Option<Float>,
-    /// Find the scale that the result in high precision is quantised with; where nothing is cast here.
+    /// Compute the scale for a later cast of the high-precision result; only if this op casts nothing.
     pub measures: Option<ScaleRule>,
 }
 
 pointers! {
-    /// Buffers of one activation; null where the plan has no use for one.
+    /// Buffers of one activation; null if the plan does not use them.
     pub struct ActivationPointers {
         /// Input `[rows, halves * cols]`, contiguous.
         x,
@@ -313,7 +313,7 @@ impl ActivationPlan {
         Ok(Self { spec, kernel, tiling })
     }
 
-    /// What the plan was made for.
+    /// The spec of the plan.
     #[must_use]
     pub const fn spec(&self) -> &ActivationSpec {
         &self.spec
@@ -379,7 +379,7 @@ impl ActivationPlan {
         launch(target, self.kernel, self.tiling.grid(constants::SHARED), &params)
     }
 
-    /// Every buffer that the kernel will use is there, and aligned where it must be.
+    /// Checks that every buffer that the kernel uses is present and aligned.
     fn check(&self, host: bool, b: &ActivationPointers<DevPtr<'_>>) -> Result<()> {
         let spec = &self.spec;
         let filled = spec.rows != 0 && spec.cols != 0;
@@ -401,7 +401,7 @@ impl ActivationPlan {
     }
 }
 
-/// Something is written, and FP8 layouts and the FP8 type are asked for together.
+/// Checks that an output is requested, and that FP8 layouts and the FP8 type come together.
 pub(crate) fn check_outputs(op: &'static str, other: bool, fp8: Option<Fp8>, layouts: bool) -> Result<()> {
     if layouts != fp8.is_some() {
         return Err(Error::value(op, "an FP8 type needs a layout, rowwise or columnwise, and a layout an FP8 type"));

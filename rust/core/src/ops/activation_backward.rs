@@ -43,7 +43,7 @@ params! {
     }
 }
 
-/// What a gradient of an activation does, apart from where its buffers are.
+/// The description of an activation's gradient, without its buffers.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[expect(clippy::struct_excessive_bools, reason = "independent facts, each named where it is set")]
 pub struct ActivationBackwardSpec {
@@ -67,18 +67,18 @@ pub struct ActivationBackwardSpec {
     pub columnwise: bool,
     /// Write the column sums of the gradient.
     pub dbias: bool,
-    /// Type of a factor per row of the forward's result, where there is one.
+    /// Type of a factor per row of the forward's result, if there is one.
     pub row_scale: Option<Float>,
     /// Write that factor's gradient, in its type.
     pub row_scale_grad: bool,
-    /// Find the scale that the gradient in high precision is quantised with; where nothing is cast here.
+    /// Compute the scale for a later cast of the high-precision gradient; only if this op casts nothing.
     pub measures: Option<ScaleRule>,
     /// Multiprocessors of the device (any number for the host backend).
     pub processors: u32,
 }
 
 pointers! {
-    /// Buffers of one gradient; null where the plan has no use for one.
+    /// Buffers of one gradient; null if the plan does not use them.
     pub struct ActivationBackwardPointers {
         /// Gradient of the result `[rows, cols]`, contiguous.
         dy,
@@ -158,7 +158,7 @@ impl ActivationBackwardPlan {
         if spec.row_scale_grad && spec.row_scale.is_none() {
             return Err(Error::value(OP, "the gradient of the row scale needs a row scale"));
         }
-        // Single tiles are the fastest, but each would have sums of its own to hand over.
+        // Single tiles are fastest, but each tile would write its own partial sums.
         let sums = spec.dbias || spec.row_scale_grad;
         let resident = sums.then(|| spec.processors * resident_blocks(activation.is_gated(), input));
         let tiling = Shape { op: OP, rows, cols, activation, interleave }.tiling(spec.columnwise, resident)?;
@@ -175,7 +175,7 @@ impl ActivationBackwardPlan {
         Ok(plan)
     }
 
-    /// What the plan was made for.
+    /// The spec of the plan.
     #[must_use]
     pub const fn spec(&self) -> &ActivationBackwardSpec {
         &self.spec
@@ -279,7 +279,7 @@ impl ActivationBackwardPlan {
         }
     }
 
-    /// Every buffer that the kernel will use is there, and aligned where it must be.
+    /// Checks that every buffer that the kernel uses is present and aligned.
     fn check(&self, host: bool, b: &ActivationBackwardPointers<DevPtr<'_>>) -> Result<()> {
         let spec = &self.spec;
         let filled = spec.rows != 0 && spec.cols != 0;

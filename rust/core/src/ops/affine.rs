@@ -48,7 +48,7 @@ pub struct AffineSpec {
 }
 
 pointers! {
-    /// Tensors of one operation; null where it has no use for one.
+    /// Tensors of one operation; null if the operation does not use them.
     pub struct AffinePointers {
         /// Input.
         x,

@@ -1,5 +1,5 @@
-//! Current scaling: the amax of a tensor and the scale that follows from it, in one launch; or the two apart, for an
-//! amax that is reduced over ranks in between.
+//! Current scaling: the amax of a tensor and its scale in one launch, or in two launches if ranks reduce the amax in
+//! between.
 
 use te_fast_kernels::constants::common::WARP;
 use te_fast_kernels::constants::quantize::{self, AMAX_WORKSPACE_BYTES, SPAN, THREADS};
@@ -12,7 +12,7 @@ use crate::launch::grid::Grid;
 use crate::launch::target::{Target, launch};
 use crate::{params, pointers};
 
-/// More blocks than this per multiprocessor only add atomics.
+/// Blocks per multiprocessor; more blocks would only add atomics.
 const BLOCKS_PER_MULTIPROCESSOR: u32 = 4;
 
 params! {
@@ -55,7 +55,7 @@ params! {
 /// How a scale follows from an amax.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ScaleRule {
-    /// Type that will be cast to.
+    /// Type of the later cast.
     pub output: Fp8,
     /// Smallest amax.
     pub eps: f32,
@@ -174,14 +174,14 @@ pub fn scale_from_amax(
     launch(target, KernelId::ScaleFromAmax, Grid::linear(1, WARP), &params)
 }
 
-/// A scale is measured of a result that is stored in high precision and not cast at once.
+/// Checks that a scale is measured only for a result that is stored in high precision and not cast here.
 pub(crate) fn check_measures(op: &'static str, rule: Option<&ScaleRule>, fits: bool) -> Result<()> {
     let Some(rule) = rule else { return Ok(()) };
     check_eps(op, rule.eps)?;
     if fits { Ok(()) } else { Err(Error::value(op, "a scale is measured of a result in high precision alone")) }
 }
 
-/// Where it goes, and what the blocks find it with, are there.
+/// Checks that there is memory for the scale, and the blocks' counters.
 pub(crate) fn check_measured(
     op: &'static str,
     measures: bool,
@@ -194,7 +194,7 @@ pub(crate) fn check_measured(
     Ok(())
 }
 
-/// An epsilon is a number, at least 0.
+/// Checks that an epsilon is a number of at least 0.
 pub(crate) fn check_eps(op: &'static str, eps: f32) -> Result<()> {
     if eps >= 0.0 { Ok(()) } else { Err(Error::value(op, format_args!("amax_epsilon must be at least 0, got {eps}"))) }
 }

@@ -54,7 +54,7 @@ params! {
     }
 }
 
-/// What a cast does, apart from where its buffers are.
+/// The description of a cast, without its buffers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[expect(clippy::struct_excessive_bools, reason = "independent facts, each named where it is set")]
 pub struct CastSpec {
@@ -72,14 +72,14 @@ pub struct CastSpec {
     pub columnwise: bool,
     /// Write the column sums of the input. Alone (neither layout) it needs no scale.
     pub dbias: bool,
-    /// Walk the tensor from its end: what an amax pass just read last is still in L2.
+    /// Walk the tensor from its end, which is still in L2 after an amax pass.
     pub reverse: bool,
     /// Multiprocessors of the device (any number for the host backend).
     pub processors: u32,
 }
 
 impl CastSpec {
-    /// Column sums of a tensor alone.
+    /// Only the column sums of a tensor.
     #[must_use]
     pub const fn column_sums(rows: usize, cols: usize, input: Float, processors: u32) -> Self {
         let (rowwise, columnwise, dbias, reverse) = (false, false, true, false);
@@ -88,7 +88,7 @@ impl CastSpec {
 }
 
 pointers! {
-    /// Buffers of one cast; null where the plan has no use for one.
+    /// Buffers of one cast; null if the plan does not use them.
     pub struct CastPointers {
         /// Input `[rows, cols]`, contiguous.
         x,
@@ -140,7 +140,7 @@ impl CastPlan {
         // An empty tensor still has a scale_inv or a bias gradient to write.
         let (tiles_rows, tiles_cols) = (tiles_rows.max(1), tiles_cols.max(1));
         let (input, output) = (spec.input, spec.output);
-        // Single tiles are the fastest, but each would have sums of its own to hand over.
+        // Single tiles are fastest, but each tile would write its own partial sums.
         let strips = if spec.dbias {
             StripPlan::balanced(tiles_rows, tiles_cols, spec.processors * SUMMING_BLOCKS)
         } else {
@@ -158,7 +158,7 @@ impl CastPlan {
         Ok(Self { spec, kernel, grid, ld_t, strips })
     }
 
-    /// What the plan was made for.
+    /// The spec of the plan.
     #[must_use]
     pub const fn spec(&self) -> &CastSpec {
         &self.spec
@@ -243,7 +243,7 @@ impl CastPlan {
         launch(target, self.kernel, self.grid, &params)
     }
 
-    /// Every buffer that the kernel will use is there, and aligned where it must be.
+    /// Checks that every buffer that the kernel uses is present and aligned.
     fn check(&self, host: bool, b: &CastPointers<DevPtr<'_>>) -> Result<()> {
         let spec = &self.spec;
         let filled = spec.rows != 0 && spec.cols != 0;
@@ -277,7 +277,7 @@ pub(crate) fn tiles(op: &'static str, rows: usize, cols: usize) -> Result<(u32, 
     }
 }
 
-/// Kernels that work in tiles count columns in 32 bits.
+/// Checks the number of columns, which kernels with tiles count in 32 bits.
 pub(crate) fn check_columns(op: &'static str, cols: usize) -> Result<()> {
     if i32::try_from(cols).is_ok() {
         return Ok(());
@@ -285,7 +285,7 @@ pub(crate) fn check_columns(op: &'static str, cols: usize) -> Result<()> {
     Err(Error::shape(op, "the number of columns", "below 2**31", cols))
 }
 
-/// An FP8 output has a scale.
+/// Checks that an FP8 output has a scale.
 pub(crate) fn scaled(op: &'static str, fp8: Option<Fp8>, scale: DevPtr<'_>) -> Result<()> {
     if fp8.is_none() || !scale.is_null() {
         return Ok(());
@@ -293,7 +293,7 @@ pub(crate) fn scaled(op: &'static str, fp8: Option<Fp8>, scale: DevPtr<'_>) -> R
     Err(Error::value(op, "an FP8 output needs a scale, one float32 on the device of x"))
 }
 
-/// A pointer on a multiple of 16 bytes.
+/// Checks that a pointer is a multiple of 16 bytes.
 #[inline]
 pub(crate) fn aligned(op: &'static str, what: &'static str, pointer: DevPtr<'_>) -> Result<()> {
     if pointer.is_aligned(16) {
@@ -334,7 +334,7 @@ mod tests {
     fn nothing_to_write_is_an_error() {
         assert!(CastPlan::new(CastSpec { rowwise: false, columnwise: false, dbias: false, ..SPEC }).is_err());
         assert!(CastPlan::new(CastSpec { rows: 1 << 40, cols: 1 << 20, ..SPEC }).is_err());
-        // One element after the other, columns are no limit.
+        // A kernel without tiles has no limit of columns.
         let long = CastSpec { rows: 1, cols: 1 << 32, ..SPEC };
         assert!(CastPlan::new(long).is_err());
         assert!(CastPlan::new(CastSpec { columnwise: false, dbias: false, ..long }).is_ok());

@@ -13,7 +13,7 @@ use crate::ops::amax::check_eps;
 use crate::ops::cast::{aligned, check_columns, tiles};
 use crate::{params, pointers};
 
-/// Blocks that unpack scales; more would have too little to do.
+/// Number of blocks that unpack scales; more blocks would have too little work.
 const UNPACK_BLOCKS: usize = 256;
 const OP: &str = "unpack_scales";
 
@@ -72,7 +72,7 @@ pub enum BlockShape {
     TwoDimensional,
 }
 
-/// What a block cast does, apart from where its buffers are.
+/// The description of a block cast, without its buffers.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[expect(clippy::struct_excessive_bools, reason = "facts that do not depend on each other")]
 pub struct CastBlockSpec {
@@ -94,7 +94,7 @@ pub struct CastBlockSpec {
     pub eps: f32,
     /// Round scales down to powers of two.
     pub pow2: bool,
-    /// Write the transposed layout's scales as bytes, which a later cast unpacks; 1 x 128 and `pow2` alone.
+    /// Write the transposed layout's scales as bytes, which a later cast unpacks; only with 1 x 128 blocks and `pow2`.
     pub byte_scales_t: bool,
 }
 
@@ -110,7 +110,7 @@ params! {
     }
 }
 
-/// Turns `count` scales that were kept as bytes into floats, where no cast does so on the way.
+/// Converts `count` scales from bytes to floats, if no cast of the call does so.
 ///
 /// # Errors
 /// A null buffer, or the launch fails.
@@ -124,7 +124,7 @@ pub fn unpack_scales(target: &mut Target<'_>, packed: DevPtr<'_>, unpacked: DevP
 }
 
 pointers! {
-    /// Buffers of one block cast; null where the plan has no use for one.
+    /// Buffers of one block cast; null if the plan does not use them.
     pub struct CastBlockPointers {
         /// Input `[rows, cols]`, contiguous.
         x,
@@ -200,7 +200,7 @@ impl CastBlockPlan {
         })
     }
 
-    /// What the plan was made for.
+    /// The spec of the plan.
     #[must_use]
     pub const fn spec(&self) -> &CastBlockSpec {
         &self.spec
@@ -249,14 +249,14 @@ impl CastBlockPlan {
         if self.spec.columnwise { self.scale_t_shape[0] * self.scale_t_shape[1] * bytes } else { 0 }
     }
 
-    /// The same with so many scales of another tensor to unpack in the launch.
+    /// The same, also unpacking a number of another tensor's scales in the launch.
     #[must_use]
     pub const fn unpacking(mut self, count: usize) -> Self {
         self.unpacks = count;
         self
     }
 
-    /// Launches the cast; nothing for an empty tensor, none of whose outputs has an element.
+    /// Launches the cast; does nothing for an empty tensor, which has no outputs.
     ///
     /// # Errors
     /// A buffer that the plan needs is null or misaligned, or the launch fails.

@@ -1,9 +1,9 @@
-//! Casts to FP8 of tensors whose rows belong to groups, the experts of a mixture: scales are each group's own, and a launch
-//! does all of them.
+//! Casts to FP8 of tensors whose rows belong to groups, the experts of a mixture. Each group has its own scales, and
+//! one launch casts all groups.
 //!
-//! The rows of activations are counted on the device; in the transposed layout each group begins at a multiple of 128, and
-//! what lies between groups is zero, as the weights' gradients take it. Weights have as many rows each; their transposed
-//! layout is a stack, too.
+//! The rows of activations are counted on the device; in the transposed layout each group begins at a multiple of 128,
+//! with zeros between groups, as the products of weight gradients need. All weights have equal rows, and their
+//! transposed layout is a stack, too.
 
 use te_fast_kernels::constants::common::WARP;
 use te_fast_kernels::constants::quantize::{self, THREADS};
@@ -21,17 +21,17 @@ use crate::ops::cast_block::{BlockShape, scale_shape};
 use crate::{params, pointers};
 
 const OP: &str = "cast_groups";
-/// The most groups; a block finds the one of its tile by a scan over all.
+/// The most groups; a block finds the group of its tile by a scan over all groups.
 pub const MAX_GROUPS: usize = 1024;
 /// The most blocks that look for one group's maximum.
 const MAX_PARTS: u32 = 64;
-/// More blocks than this per multiprocessor gain nothing.
+/// Blocks per multiprocessor; more blocks gain nothing.
 const BLOCKS_PER_MULTIPROCESSOR: u32 = 4;
 
 /// How the rows of a tensor belong to groups.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Division {
-    /// Counts on the device say how many each group has; they follow each other, `rows` at most in all.
+    /// Counts on the device give the rows of each group; groups follow each other, with at most `rows` in all.
     Counted,
     /// Every group has `rows`.
     Equal,
@@ -40,7 +40,7 @@ pub enum Division {
 /// A tensor whose rows belong to groups.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct GroupShape {
-    /// How many groups.
+    /// Number of groups.
     pub groups: usize,
     /// How rows belong to them.
     pub division: Division,
@@ -51,7 +51,7 @@ pub struct GroupShape {
 }
 
 impl GroupShape {
-    /// Rows of all groups: those that the tensor has memory for.
+    /// Rows of all groups that the tensor has memory for.
     #[must_use]
     pub const fn all_rows(&self) -> usize {
         match self.division {
@@ -66,7 +66,8 @@ impl GroupShape {
         scale_shape(BlockShape::OneDimensional, self.rows, self.cols)[1]
     }
 
-    /// Leading dimension of the transposed layout: the rows of all groups with each on multiples of 128, or those of one.
+    /// Leading dimension of the transposed layout: the rows of all groups, each rounded up to a multiple of 128, or the
+    /// rows of one weight.
     #[must_use]
     pub const fn transposed_ld(&self) -> usize {
         match self.division {
@@ -91,33 +92,33 @@ impl GroupShape {
     }
 }
 
-/// The rows that `rows` rows of `groups` groups need at most, where each group begins at a multiple of 128.
+/// The rows that `rows` rows of `groups` groups need at most if each group begins at a multiple of 128.
 #[must_use]
 pub const fn padded_rows(rows: usize, groups: usize) -> usize {
     (rows + (TILE - 1) * groups) / TILE * TILE
 }
 
-/// Rows of counted groups that are read where numbers say, as [`Way::Numbers`](crate::ops::route::Way::Numbers) leaves
-/// them: a token's row for each expert that it goes to.
+/// Rows of counted groups that are gathered by the numbers of [`Way::Numbers`](crate::ops::route::Way::Numbers): a
+/// token's row for each of its experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Gather {
     /// Rows for each token.
     pub each: usize,
-    /// Rows whose probability is 0 are those of their tokens, as gradients are, and not zeros.
+    /// Rows with probability 0 have their tokens' values, as gradients have, instead of zeros.
     pub all: bool,
 }
 
 /// Where scales come from.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum GroupScales {
-    /// They are given, a slot of delayed scaling for each group; maxima are raised.
+    /// Given scales: a slot of delayed scaling for each group, whose maximum is raised.
     Given {
         /// Slots from one group to the next.
         stride: usize,
     },
-    /// One for each group, that of its maximum.
+    /// One scale for each group, from the group's maximum.
     Current(ScaleRule),
-    /// One for each block: 1 x 128 of counted groups, 128 x 128 of equal ones.
+    /// One scale for each block: 1 x 128 for counted groups, 128 x 128 for equal groups.
     Block {
         /// Smallest amax.
         eps: f32,
@@ -126,7 +127,7 @@ pub enum GroupScales {
     },
 }
 
-/// What such a cast does, apart from where its buffers are.
+/// The description of such a cast, without its buffers.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct CastGroupsSpec {
     /// The tensor.
@@ -141,14 +142,14 @@ pub struct CastGroupsSpec {
     pub rowwise: bool,
     /// Write the transposed layout.
     pub columnwise: bool,
-    /// The input has tokens' rows, which are gathered; none where it has those of the groups.
+    /// How tokens' rows of the input are gathered; none if the input has the groups' rows.
     pub gather: Option<Gather>,
     /// Multiprocessors of the device (any number for the host backend).
     pub processors: u32,
 }
 
 impl CastGroupsSpec {
-    /// Rows that the input has, of tokens; 0 where nothing is gathered.
+    /// Number of tokens' rows of the input; 0 without a gather.
     const fn tokens(&self) -> usize {
         match self.gather {
             Some(Gather { each, .. }) => self.shape.rows / each,
@@ -158,7 +159,7 @@ impl CastGroupsSpec {
 }
 
 pointers! {
-    /// Buffers of one cast; null where the plan has no use for one.
+    /// Buffers of one cast; null if the plan does not use them.
     pub struct CastGroupsPointers {
         /// Input, contiguous.
         x,
@@ -166,23 +167,23 @@ pointers! {
         out,
         /// [`CastGroupsPlan::out_t_bytes`], 16-byte aligned.
         out_t,
-        /// The first group's scale; of given scales alone.
+        /// The first group's scale; only with given scales.
         scale,
-        /// Inverse scales: one for each group, or those of the row layout's blocks.
+        /// Inverse scales: one for each group, or one for each block of the row layout.
         scale_inv,
-        /// Those of the transposed layout's blocks.
+        /// Inverse scales of the transposed layout's blocks.
         scale_inv_t,
-        /// The first group's maximum to raise; of given scales alone.
+        /// The first group's maximum to raise; only with given scales.
         amax,
         /// One f32, or null; 1.0 leaves every output as it is.
         noop,
-        /// int64 counts of the groups' rows; of counted groups alone.
+        /// int64 counts of the groups' rows; only for counted groups.
         splits,
         /// [`CastGroupsPlan::partial_bytes`].
         partial,
-        /// The plan's, behind them: f32 per token, its maximum.
+        /// The plan's own memory after `partial`: f32 per token, its maximum.
         token_max,
-        /// i32 `[rows]`, where the input's rows are gathered.
+        /// i32 `[rows]`, if the input's rows are gathered.
         numbers,
     }
 }
@@ -213,7 +214,7 @@ params! {
         pub tiles_cols: u32,
         /// Slots from one group's scale to the next.
         pub stride: u32,
-        /// Maxima in `partial` of each group; 0 where scales are given.
+        /// Number of maxima of each group in `partial`; 0 with given scales.
         pub parts: u32,
         /// Round scales down to powers of two.
         pub pow2: u32,
@@ -234,7 +235,7 @@ pub struct CastGroupsPlan {
     spec: CastGroupsSpec,
     kernel: KernelId,
     grid: Grid,
-    /// Blocks for each group's maximum; 0 where scales do not follow from it.
+    /// Blocks for each group's maximum; 0 if scales do not follow from it.
     parts: u32,
     scale_shape: [usize; 2],
     scale_t_shape: [usize; 2],
@@ -297,7 +298,7 @@ impl CastGroupsPlan {
                 scale_shape(BlockShape::TwoDimensional, cols, rows),
             ),
         };
-        // Without a tile there is still every group's inverse scale to write.
+        // Even without a tile, every group's inverse scale must be written.
         let grid = Grid::linear((tiles as u32).max(1), TILE_THREADS);
         Ok(Self { spec, kernel, grid, parts, scale_shape, scale_t_shape })
     }
@@ -318,7 +319,7 @@ impl CastGroupsPlan {
         if self.spec.columnwise { self.spec.shape.transposed_bytes() } else { 0 }
     }
 
-    /// Size of the inverse scales: those of the groups, or of the row layout's blocks.
+    /// Size of the inverse scales of the groups, or of the row layout's blocks.
     #[must_use]
     pub const fn scale_bytes(&self) -> usize {
         if !self.is_block() {
@@ -327,7 +328,8 @@ impl CastGroupsPlan {
         if self.spec.rowwise { self.stacked(self.scale_shape) } else { 0 }
     }
 
-    /// Size of those of the transposed layout's blocks; of one scale a group, the same as [`Self::scale_bytes`].
+    /// Size of the inverse scales of the transposed layout's blocks; with one scale per group, the same as
+    /// [`Self::scale_bytes`].
     #[must_use]
     pub const fn scale_t_bytes(&self) -> usize {
         if !self.is_block() {
@@ -351,7 +353,7 @@ impl CastGroupsPlan {
         if self.takes_token_maxima() { maxima + self.spec.tokens() * size_of::<f32>() } else { maxima }
     }
 
-    /// Whether maxima of groups follow from those of tokens, which are fewer than rows.
+    /// Whether maxima of groups are computed from maxima of tokens, which are fewer than rows.
     const fn takes_token_maxima(&self) -> bool {
         self.parts != 0 && self.spec.gather.is_some()
     }
@@ -366,7 +368,7 @@ impl CastGroupsPlan {
         self.spec.shape.all_rows() == 0 || self.spec.shape.cols == 0
     }
 
-    /// Refuses buffers of which one that the plan needs is missing, or misaligned.
+    /// Refuses buffers if one that the plan needs is missing or misaligned.
     fn check(&self, b: &CastGroupsPointers<DevPtr<'_>>, is_host: bool) -> Result<()> {
         let (spec, empty) = (&self.spec, self.is_empty());
         let counted = spec.shape.division == Division::Counted;
@@ -388,7 +390,7 @@ impl CastGroupsPlan {
         Ok(())
     }
 
-    /// Launches it.
+    /// Launches the cast.
     ///
     /// # Errors
     /// A buffer that the plan needs is null or misaligned, or a launch fails.

@@ -1,6 +1,6 @@
-//! Casts of many tensors to FP8 in one launch, or two where scales follow from the tensors: weights after an optimizer step.
-//!
-//! The tensors travel as kernel parameters: nothing on the device has to be kept, and a captured launch has its own copy.
+//! Casts of many tensors to FP8 in one launch, or two where scales follow from the tensors: weights after an optimizer
+//! step. The tensors' addresses are kernel parameters, so that no table on the device has to be kept, and a captured
+//! launch has its own copy.
 
 use te_fast_kernels::constants::quantize::{self, AMAX_WORKSPACE_BYTES, MANY_CHUNK, MANY_TENSORS, THREADS};
 use te_fast_kernels::constants::tile::{TILE, TILE_THREADS};
@@ -61,7 +61,7 @@ impl ManyEntry<'_> {
 params! {
     /// Parameters of `amax_many_*`, `cast_many_*` and `cast_block_many_*`, rounded or not.
     pub struct CastManyParams<'a> [quantize::CAST_MANY_PARAMS_BYTES] for AmaxMany | CastMany | CastBlockMany | AmaxManyRounded | CastManyRounded | CastBlockManyRounded => host::cast_many::run {
-        /// What the blocks of each tensor's amax leave to each other.
+        /// Partial maxima that the blocks of each tensor's amax exchange.
         pub workspace: DevPtr<'a>,
         /// Entries in use.
         pub entries: u32,
@@ -83,12 +83,12 @@ params! {
 pub enum ManyInputs {
     /// Elements of this type, as they are.
     Plain(Float),
-    /// float32 elements, rounded to this type: master weights, of which a weight in 16 bits would have been a copy.
+    /// float32 elements, rounded to this type first: master weights, as if they had been copied to a weight of 16 bits.
     Rounded(Half),
 }
 
 impl ManyInputs {
-    /// Whether there are kernels that cast it to such a type. Weights that have masters are E4M3 in every recipe.
+    /// Whether there are kernels for a cast to this type. Weights with masters are E4M3 in every recipe.
     #[must_use]
     pub const fn casts_to(self, output: Fp8) -> bool {
         matches!((self, output), (Self::Plain(_), _) | (Self::Rounded(_), Fp8::E4m3))
@@ -111,14 +111,14 @@ impl ManyInputs {
     }
 }
 
-/// Where the scales of many tensors come from.
+/// The source of the scales of many tensors.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum ManyScales {
-    /// They are given; maxima are raised.
+    /// Given scales; maxima are raised.
     Given,
-    /// Each tensor's own, that of its amax.
+    /// Each tensor's own scale, from its amax.
     Current(ScaleRule),
-    /// One for each block of 128 x 128.
+    /// One scale for each block of 128 x 128.
     Block {
         /// Smallest amax.
         eps: f32,
@@ -127,7 +127,7 @@ pub enum ManyScales {
     },
 }
 
-/// A tensor to cast, and where to.
+/// A tensor to cast, and its destination.
 #[derive(Clone, Copy, Debug)]
 pub struct TensorCast<'a> {
     /// Rows.
@@ -144,9 +144,9 @@ pub struct TensorCast<'a> {
     pub scale_inv: DevPtr<'a>,
     /// Scales of the transposed layout's blocks.
     pub scale_inv_t: DevPtr<'a>,
-    /// Scale that is given.
+    /// The given scale.
     pub scale: DevPtr<'a>,
-    /// Maximum to raise where scales are given, or null.
+    /// Maximum to raise with given scales, or null.
     pub amax: DevPtr<'a>,
 }
 
@@ -161,7 +161,7 @@ pub struct CastManyPlan {
 impl CastManyPlan {
     /// The most tensors of a launch.
     pub const MOST: usize = MANY_TENSORS;
-    /// Bytes of counters that a run uses, zero between launches.
+    /// Bytes of counters that a run uses; the counters are zero between launches.
     pub const COUNTER_BYTES: usize = MANY_TENSORS * AMAX_WORKSPACE_BYTES;
 
     /// Checks the rule.
@@ -179,7 +179,7 @@ impl CastManyPlan {
         Ok(Self { input, output, scales })
     }
 
-    /// Private bytes of a run of so many tensors.
+    /// Private bytes of a run for a number of tensors.
     #[must_use]
     pub const fn scratch_bytes(&self, tensors: usize) -> usize {
         match self.scales {
@@ -192,8 +192,8 @@ impl CastManyPlan {
     /// [`CastManyPlan::scratch_bytes`], `counters` [`CastManyPlan::COUNTER_BYTES`].
     ///
     /// # Errors
-    /// A shape beyond what a launch can index, a buffer that is null or misaligned, or a launch fails. Nothing is launched
-    /// before all tensors are checked.
+    /// A shape beyond what a launch can index, a buffer that is null or misaligned, or a launch fails. Nothing is
+    /// launched before all tensors are checked.
     pub fn run<'a>(
         &self,
         target: &mut Target<'_>,
@@ -255,7 +255,7 @@ impl CastManyPlan {
             launch(target, input.amax(), Grid::linear(blocks, THREADS), &params)?;
         }
         let is_block = matches!(self.scales, ManyScales::Block { .. });
-        // A tensor without elements still has an inverse scale, unless each of its blocks has one.
+        // A tensor without elements still has an inverse scale, unless scales belong to blocks.
         let least = u64::from(!is_block);
         let tiles = |entry: &ManyEntry<'_>| {
             let [rows, cols] = [entry.rows, entry.cols].map(|size| u64::from(size).div_ceil(TILE as u64));
@@ -278,7 +278,7 @@ impl CastManyPlan {
     }
 }
 
-/// Gives every entry its blocks; how many there are.
+/// Assigns blocks to every entry; returns the number of blocks.
 fn place(params: &mut CastManyParams<'_>, blocks_of: impl Fn(&ManyEntry<'_>) -> u64) -> Result<u32> {
     let mut blocks = 0_u64;
     for (entry, first) in params.entry.iter().zip(&mut params.first).take(params.entries as usize) {

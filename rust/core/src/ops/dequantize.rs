@@ -27,8 +27,8 @@ params! {
     }
 }
 
-/// What a dequantisation does. A transposed layout `[cols, ld_t]` is described as the tensor it is: `rows` its
-/// columns, `cols` its rows, `ld` its leading dimension, and the result is transposed too.
+/// The description of a dequantisation. A transposed layout `[cols, ld_t]` is described as a tensor of its own, with
+/// columns as `rows` and rows as `cols`, and its result is transposed, too.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct DequantizeSpec {
     /// Rows.

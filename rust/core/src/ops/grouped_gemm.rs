@@ -1,7 +1,7 @@
 //! Matrix products of groups of rows (the experts of a mixture), all groups in one launch.
 //!
-//! The rows of group `e` begin at the sum of `up(split, align)` over the groups before it. The splits lie on the device, and
-//! nothing on the host reads them: `rows` is a capacity.
+//! The rows of group `e` begin at the sum of `up(split, align)` over the groups before it. The splits are on the
+//! device, and the host does not read them: `rows` is a capacity.
 
 use te_fast_kernels::constants::common;
 use te_fast_kernels::constants::gemm::{
@@ -38,7 +38,7 @@ pointers! {
         splits,
         /// Bias, null without.
         bias,
-        /// Result. Rows that are no group's stay as they are, and so does what an empty group would be added to.
+        /// Result. Rows of no group stay as they are. With addition, so does the matrix of an empty group.
         d,
     }
 }
@@ -85,7 +85,7 @@ params! {
     }
 }
 
-/// The host has the product by its spec, whose types are more than the kernels'.
+/// The spec, for the host, which supports more types than the kernels.
 fn on_gpus_alone(_: &GroupedParams<'_>, id: KernelId) -> Result<()> {
     Err(Error::state(OP, id.symbol()))
 }
@@ -157,19 +157,19 @@ impl GroupedGemmPlan {
         Ok(Self { spec, kernel: kernel_of(&spec) })
     }
 
-    /// What it was made of.
+    /// The spec of the plan.
     #[must_use]
     pub const fn spec(&self) -> &GroupedGemmSpec {
         &self.spec
     }
 
-    /// Whether a device has a kernel for it. The host always has.
+    /// Whether a device has a kernel for the product. The host always has one.
     #[must_use]
     pub fn runs_on(&self, facts: &DeviceFacts) -> bool {
         self.kernel.is_some_and(|kernel| facts.capability == (9, 0) && !image_bytes(kernel.id.image()).is_empty())
     }
 
-    /// Runs it; nothing without groups, rows or columns of the result.
+    /// Runs the product; does nothing without groups, rows or columns of the result.
     ///
     /// # Errors
     /// A null buffer, or the launch fails.

@@ -20,7 +20,7 @@ use crate::params;
 pub struct HandoverEntry<'a> {
     /// The scale.
     pub scale: DevPtr<'a>,
-    /// The maximum to raise; null where a call is repeated.
+    /// The maximum to raise; null in a recomputation.
     pub amax: DevPtr<'a>,
 }
 
@@ -35,14 +35,14 @@ params! {
         pub first: u32,
         /// Entries in use.
         pub count: u32,
-        /// Raise the maxima instead of laying the scales out.
+        /// Raise the maxima instead of arranging the scales.
         pub after: u32,
         /// Zero.
         pub unused: u32,
     }
 }
 
-/// Fills the table before the GEMMs, or raises the slots' maxima behind them.
+/// Fills the table before the GEMMs, or raises the slots' maxima after them.
 ///
 /// # Errors
 /// A null pointer, or the launch fails.

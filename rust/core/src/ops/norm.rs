@@ -28,13 +28,13 @@ params! {
         pub ld_t: u64,
         /// Columns.
         pub cols: u32,
-        /// What is added to the variance.
+        /// Added to the variance.
         pub eps: f32,
-        /// Threads of a block that have a row, or their columns of it.
+        /// Threads of a block that share a row, or the block's columns of a row.
         pub team: u32,
-        /// Rows that a block has at a time.
+        /// Rows that a block works on at a time.
         pub strip: u32,
-        /// Columns that a block has at a time.
+        /// Columns that a block works on at a time.
         pub chunk: u32,
         /// Tensors that come through shared memory: none, x, x and the residual.
         pub ring: u32,
@@ -52,11 +52,11 @@ params! {
 }
 
 pointers! {
-    /// Buffers of one norm; null where the plan has no use for one.
+    /// Buffers of one norm; null if the plan does not use them.
     pub struct NormPointers {
         /// Input `[rows, cols]`, contiguous; any alignment, 16 bytes is fast, as for every other tensor here.
         x,
-        /// What is added to it, as `x`.
+        /// The residual, as `x`.
         residual,
         /// Receives the sum, as `x`.
         sum,
@@ -102,7 +102,7 @@ pub struct NormPlan {
 const OP: &str = "norm";
 
 impl NormPlan {
-    /// Checks `spec`, picks the kernel and shares out the rows.
+    /// Checks `spec`, picks the kernel and divides the rows among blocks.
     ///
     /// # Errors
     /// A shape beyond what a launch can index, an eps that is negative or NaN, or nothing to write.
@@ -122,7 +122,7 @@ impl NormPlan {
         Ok(Self { spec, share, grid, ld_t })
     }
 
-    /// What the plan was made for.
+    /// The spec of the plan.
     #[must_use]
     pub const fn spec(&self) -> &NormSpec {
         &self.spec
@@ -194,7 +194,7 @@ impl NormPlan {
         launch(target, self.share.kernel, self.grid, &params)
     }
 
-    /// Every buffer that the kernel will use is there, and aligned where it must be.
+    /// Checks that every buffer that the kernel uses is present and aligned.
     fn check(&self, host: bool, b: &NormPointers<DevPtr<'_>>) -> Result<()> {
         let spec = &self.spec;
         let missing = spec.rows != 0
@@ -217,7 +217,7 @@ impl NormPlan {
     }
 }
 
-/// Rows have something to be normalised over, and columns can be counted in 32 bits.
+/// Checks that there are columns, and that 32 bits can count them.
 pub(crate) fn check_shape(op: &'static str, rows: usize, cols: usize) -> Result<()> {
     if cols == 0 || i32::try_from(cols).is_err() {
         return Err(Error::shape(op, "the number of columns", "from 1 to 2**31 - 1", cols));
@@ -326,7 +326,7 @@ mod tests {
             assert!((share.chunk * share.blocks) as usize >= spec.cols, "{plan:?}");
             assert!(grid.cluster <= if limits.clusters { MAX_BLOCKS } else { 1 }, "{plan:?}");
             assert!(grid.blocks[0].is_multiple_of(grid.cluster), "{plan:?}");
-            // How the kernel tells whether it has two rows at a time, whose weights it keeps.
+            // From this the kernel knows whether it has two rows at a time, and keeps their weights.
             let bytes = share.chunk as usize * spec.input.size();
             let two = !spec.columnwise && bytes <= 64 * team;
             let ring = share.ring as usize * share.threads as usize * HELD_BYTES;

@@ -18,13 +18,13 @@ use crate::ops::norm_spec::NormKind;
 use crate::runtime::lane::{COUNTER_BYTES, Limits, aligned};
 use crate::{params, pointers};
 
-/// What a gradient of a norm does, apart from where its buffers are.
+/// The description of a norm's gradient, without its buffers.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[expect(clippy::struct_excessive_bools, reason = "outputs are asked for one by one")]
 pub struct NormBackwardSpec {
     /// Rows.
     pub rows: usize,
-    /// Columns, which one row's statistics are over; at least 1.
+    /// Columns of a row; at least 1.
     pub cols: usize,
     /// Statistics of the forward.
     pub kind: NormKind,
@@ -34,7 +34,7 @@ pub struct NormBackwardSpec {
     pub weight: Float,
     /// Factors are `gamma + 1`.
     pub zero_centered_gamma: bool,
-    /// Add another gradient of the input.
+    /// Add another gradient to the gradient of the input.
     pub add: bool,
     /// Write the gradient of the input.
     pub dx: bool,
@@ -42,7 +42,7 @@ pub struct NormBackwardSpec {
     pub dgamma: bool,
     /// Write the gradient of beta; `LayerNorm` alone has one.
     pub dbeta: bool,
-    /// What a launch can have on the device.
+    /// The device's limits for launches.
     pub limits: Limits,
 }
 
@@ -62,7 +62,7 @@ params! {
         pub zero_centered: u32,
         /// Threads that have a row.
         pub team: u32,
-        /// Rows that a team has under way.
+        /// Rows that a team prefetches.
         pub stages: u32,
         /// Tiles along the columns.
         pub tiles_cols: u32,
@@ -72,11 +72,11 @@ params! {
 }
 
 pointers! {
-    /// Buffers of one gradient; null where the plan has no use for one.
+    /// Buffers of one gradient; null if the plan does not use them.
     pub struct NormBackwardPointers {
         /// Gradient of the result `[rows, cols]`, contiguous; any alignment, 16 bytes is fast, as for every tensor here.
         dy,
-        /// What the forward normalised: its input, or the sum with the residual.
+        /// The rows that forward normalised: its input, or the sum with the residual.
         x,
         /// Factors `[cols]`.
         gamma,
@@ -84,7 +84,7 @@ pointers! {
         mean,
         /// f32 `[rows]`.
         rstd,
-        /// What is added to the gradient of the input, of its shape and type.
+        /// Summand of the input's gradient, of its shape and type.
         add,
         /// Receives the gradient of the input.
         dx,
@@ -92,21 +92,21 @@ pointers! {
         dgamma,
         /// Receives the gradient of the summands `[cols]`.
         dbeta,
-        /// [`NormBackwardPlan::partial_bytes`], 16-byte aligned, of any content: where the kernels are two, sums of rows,
-        /// then f32 `[sums wanted][rows summed apart][cols, up to whole slots of a team]`.
+        /// [`NormBackwardPlan::partial_bytes`], 16-byte aligned, of any content: with two kernels, sums of rows, then
+        /// f32 `[sums wanted][rows summed apart][cols, up to whole slots of a team]`.
         partial,
-        /// f32 `[rows, 2]`, the plan's: the head of `partial`.
+        /// f32 `[rows, 2]`, set by the plan: the head of `partial`.
         sums,
         /// [`COUNTER_BYTES`], zeroed once when allocated. One launch at a time may use them.
         counters,
     }
 }
 
-/// How the rows are shared out.
+/// How blocks divide the rows.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Way {
-    /// One launch: teams of threads hold rows, and columns are summed as the rows pass. `chunk` columns of a row are a
-    /// block's: all, or in clusters its share.
+    /// One launch: teams of threads hold rows, and add up columns as the rows pass. A block has `chunk` columns of a
+    /// row: all columns, or its share in a cluster.
     Rows { team: u32, stages: u32, chunk: u32, grid: Grid },
     /// Two launches: sums over rows, then tiles.
     Tiles { tiles_cols: u32, chunk: u32, sums: Grid, tiles: Grid },
@@ -120,26 +120,26 @@ pub struct NormBackwardPlan {
 }
 
 const OP: &str = "norm_backward";
-/// Columns of a row that a thread holds where rows are short, and where they are long.
+/// Columns of a row that a thread holds, for short rows and for long rows.
 const FEW_COLS: usize = FEW_SLOTS * VECTOR;
 const MOST_COLS: usize = MANY_SLOTS * VECTOR;
 const MIN_TEAM: u32 = 4;
-/// Stages of the ring: the one that is read, and at least one on its way.
+/// Pipeline stages of the ring: one that is read, and at least one that is being loaded.
 const MIN_STAGES: usize = 2;
-/// Columns that a block of a cluster has at most.
+/// Largest number of columns of a block in a cluster.
 const CLUSTER_COLS: usize = FEW_COLS * BACKWARD_THREADS as usize;
 /// Static shared memory of a block.
 const RESERVED_SHARED: usize = 9 << 10;
-/// Blocks per multiprocessor that the tiles' rows are divided for, and that sum rows.
+/// Blocks per multiprocessor, by which the tiles' rows are divided, and which sum rows.
 const TILE_BLOCKS: usize = 8;
 const SUM_BLOCKS: usize = 4;
 
 impl NormBackwardPlan {
-    /// Checks `spec`, picks the kernels and shares out the rows.
+    /// Checks `spec`, picks the kernels and divides the rows among blocks.
     ///
     /// # Errors
-    /// A shape beyond what a launch or the counters can index, the gradient of a beta that RMSNorm has not, a branch
-    /// to add without a gradient of the input, or nothing to write.
+    /// A shape beyond what a launch or the counters can index, the gradient of RMSNorm's beta, which does not exist, a
+    /// branch to add without a gradient of the input, or nothing to write.
     pub fn new(spec: NormBackwardSpec) -> Result<Self> {
         let NormBackwardSpec { rows, cols, .. } = spec;
         check_outputs(OP, spec.dx || spec.dgamma || spec.dbeta, None, false)?;
@@ -165,7 +165,7 @@ impl NormBackwardPlan {
         let operands = if spec.add { 3 } else { 2 };
         let stage = operands * teams * spec.cols * spec.input.size();
         let shared = (spec.limits.shared_bytes as usize).saturating_sub(RESERVED_SHARED);
-        // The ring's memory is where a block adds the sums of its teams in the end.
+        // A block adds the sums of its teams in the ring's memory at the end.
         let sums = spec.cols.div_ceil(VECTOR * team) * VECTOR * size_of::<f32>() * BACKWARD_THREADS as usize;
         let stages = (shared / stage).min(MAX_STAGES);
         if spec.cols > most || stages < MIN_STAGES || sums > shared {
@@ -176,7 +176,7 @@ impl NormBackwardPlan {
         Some(Way::Rows { team: team as u32, stages: stages as u32, chunk: spec.cols as u32, grid })
     }
 
-    /// Longer rows, which as few blocks of a cluster as can hold together.
+    /// Longer rows, divided among as few blocks of a cluster as can hold them.
     fn cluster_way(spec: &NormBackwardSpec) -> Option<Way> {
         let blocks = spec.cols.div_ceil(CLUSTER_COLS).next_power_of_two();
         let chunk = spec.cols.div_ceil(blocks).next_multiple_of(TILE_COLS);
@@ -214,7 +214,7 @@ impl NormBackwardPlan {
         })
     }
 
-    /// What the plan was made for.
+    /// The spec of the plan.
     #[must_use]
     pub const fn spec(&self) -> &NormBackwardSpec {
         &self.spec
@@ -228,11 +228,11 @@ impl NormBackwardPlan {
         }
     }
 
-    /// Size of the sums that blocks leave to each other.
+    /// Size of the partial sums that blocks exchange.
     #[must_use]
     pub const fn partial_bytes(&self) -> usize {
         let cols = self.spec.cols;
-        // A block publishes what its threads hold, columns behind the end with it.
+        // A block writes the sums of all its threads, including columns after the end.
         let (apart, width) = match self.way {
             Way::Rows { team, chunk, grid, .. } => {
                 (grid.blocks[0], (chunk as usize).next_multiple_of(VECTOR * team as usize))
@@ -267,7 +267,7 @@ impl NormBackwardPlan {
         }
     }
 
-    /// The kernel of [`Way::Rows`]: of blocks alone or in clusters, with 16-byte accesses or without.
+    /// The kernel of [`Way::Rows`]: with or without clusters, and with or without 16-byte accesses.
     const fn rows_kernel(&self, team: u32, cluster: u32, vectors: bool) -> KernelId {
         let NormBackwardSpec { cols, input, .. } = self.spec;
         match (cluster > 1, vectors) {
@@ -313,7 +313,7 @@ impl NormBackwardPlan {
         }
     }
 
-    /// Every buffer that the kernels will use is there.
+    /// Checks that every buffer that the kernels use is present.
     fn check(&self, host: bool, b: &NormBackwardPointers<DevPtr<'_>>) -> Result<()> {
         let spec = &self.spec;
         let sums = spec.dgamma || spec.dbeta;

@@ -1,4 +1,4 @@
-//! How the blocks of a forward norm share out rows and columns: teams of threads, clusters, shared memory. For
+//! How the blocks of a forward norm divide rows and columns: teams of threads, clusters, shared memory. For
 //! [`crate::ops::norm`].
 
 use te_fast_kernels::constants::common::{VECTOR, WARP};
@@ -11,19 +11,19 @@ use te_fast_kernels::{Float, KernelId};
 use crate::ops::norm_spec::NormSpec;
 use crate::runtime::lane::Limits;
 
-/// Threads of a block that stores no transposed layout, where there are too few rows for more.
+/// Threads of a block without a transposed layout, if there are too few rows for more.
 const ROW_THREADS: u32 = 128;
-/// Columns of a row that a block has at most, if blocks can share rows: what keeps its gamma and beta, as f32, and its
-/// rows in shared memory.
+/// Largest number of columns of a block, if blocks can share rows: its gamma and beta, as f32, and its rows must fit
+/// into shared memory.
 const BLOCK_COLUMNS: usize = 8192;
-/// Gamma and beta of a column in shared memory.
+/// Bytes of a column's gamma and beta in shared memory.
 pub(super) const WEIGHT_BYTES: usize = 8;
 /// Static shared memory of a block.
 const STATIC_SHARED: usize = 9 << 10;
-/// What the driver keeps of each block.
+/// Shared memory of each block that the driver reserves.
 const DRIVER_SHARED: usize = 1 << 10;
-/// How rows are stored transposed: blocks that share a row, threads, rows that are stored together, tensors on their
-/// way through shared memory. Of two that take as long, the first.
+/// The ways to store rows transposed: blocks that share a row, threads, rows that are stored together, tensors that
+/// pass through shared memory. If two ways take equally long, the first one is used.
 const TRANSPOSED: [Layout; 11] = [
     Layout::new(1, 256, 64, 1),
     Layout::new(1, 512, 64, 1),
@@ -39,11 +39,11 @@ const TRANSPOSED: [Layout; 11] = [
 ];
 /// The fewest columns of a block that shares a row.
 const SHARED_COLUMNS: u32 = 512;
-/// What a round of strips takes besides its columns, as if it had so many more.
+/// Fixed cost of a round of strips, in columns.
 const ROUND_COLUMNS: u32 = 384;
-/// Columns of the longest row of which a warp has several.
+/// Columns of the longest row for which a warp holds several rows.
 pub(super) const SHORT_COLUMNS: usize = WARP as usize * VECTOR;
-/// The fewest lanes of one, whose sums matrix units have.
+/// The fewest lanes per row, whose sums the matrix units compute.
 const MIN_LANES: usize = 4;
 
 /// Threads that have rows to themselves.
@@ -55,14 +55,14 @@ struct Team {
 }
 
 impl Team {
-    /// For `cols` columns, of which a thread has so many of each row that it holds.
+    /// For `cols` columns; a thread holds a number of columns of each of its rows.
     fn new(cols: usize, input: Float, each: usize) -> Option<Self> {
         let threads = cols.div_ceil(each * 32) * 32;
         let rows = (HELD_BYTES / input.size() / each) as u32;
         (threads <= THREADS as usize).then_some(Self { threads: threads as u32, rows })
     }
 
-    /// As many as fit into so many threads, at least one.
+    /// As many rows as fit into a number of threads, at least one.
     const fn fill(self, threads: u32) -> u32 {
         if threads < self.threads { self.threads } else { threads / self.threads * self.threads }
     }
@@ -92,7 +92,7 @@ pub(super) struct Share {
     pub(super) strip: u32,
     pub(super) chunk: u32,
     pub(super) ring: u32,
-    /// Blocks of a cluster, which have `chunk` columns of its rows each.
+    /// Blocks of a cluster; each has `chunk` columns of the cluster's rows.
     pub(super) blocks: u32,
 }
 
@@ -116,12 +116,12 @@ impl Share {
         self.ring as usize * self.threads as usize * HELD_BYTES + behind
     }
 
-    /// Rows of which a warp has several, with the transposed layout or without.
+    /// Short rows, several per warp, with or without the transposed layout.
     fn of_short_rows(spec: &NormSpec) -> (Self, usize) {
         let NormSpec { rows, cols, input, limits, columnwise, .. } = *spec;
         let lanes = cols.div_ceil(VECTOR).next_power_of_two().max(MIN_LANES);
         let held = SHORT_THREADS as usize / lanes * (SHORT_BYTES / VECTOR / input.size());
-        // Runs of 64 bytes are faster where every block has several.
+        // Runs of 64 bytes are faster if every block has several.
         let wide = rows >= 4 * 64 * (limits.multiprocessors * short_blocks(true)) as usize;
         let (kernel, strip) = match (columnwise, wide) {
             (false, _) => (KernelId::NormShort(input), held as u32),
@@ -136,7 +136,8 @@ impl Share {
         )
     }
 
-    /// Without the transposed layout: by teams with two rows at a time, gamma and beta in shared memory, else with one.
+    /// Without the transposed layout: teams with two rows at a time and gamma and beta in shared memory, or else with
+    /// one row.
     fn of_rows(spec: &NormSpec, shared: usize) -> (Self, usize) {
         let NormSpec { cols, input, limits, .. } = *spec;
         let most = if limits.clusters { MAX_BLOCKS as usize } else { 1 };
@@ -161,8 +162,8 @@ impl Share {
         })
     }
 
-    /// With it: runs of 64 bytes where they leave at most a quarter of the multiprocessors idle, else what takes the
-    /// least time.
+    /// With the transposed layout: runs of 64 bytes if these leave at most a quarter of the multiprocessors idle, or
+    /// else the fastest way.
     fn of_strips(spec: &NormSpec, shared: usize) -> (Self, usize) {
         let NormSpec { rows, cols, input, limits, .. } = *spec;
         let fitting = || TRANSPOSED.into_iter().filter_map(|layout| Self::of_layout(spec, shared, layout));
@@ -180,7 +181,7 @@ impl Share {
         })
     }
 
-    /// A layout for these rows, if the device has clusters and shared memory for it and every block has columns.
+    /// A layout for these rows, if the device has enough clusters and shared memory and every block has columns.
     fn of_layout(spec: &NormSpec, shared: usize, layout: Layout) -> Option<(Self, usize)> {
         let NormSpec { cols, input, limits, .. } = *spec;
         let Layout { blocks, strip, ring, .. } = layout;
@@ -199,15 +200,16 @@ impl Share {
         (bytes <= each).then_some((share, bytes))
     }
 
-    /// Time that strips of so many rows take, in columns of one block: rounds of strips, each of which takes a while
-    /// however short it is. Fitted to an H200, 64 to 4096 rows of 1024 to 16384 columns (`cuda/notes-norm.md`).
+    /// Time of strips of a number of rows, in columns of one block: rounds of strips, each with a fixed cost. Fitted to
+    /// an H200, 64 to 4096 rows of 1024 to 16384 columns (`cuda/notes-norm.md`).
     fn time(&self, rows: usize, limits: &Limits) -> usize {
         let many = THREADS / self.threads;
         let rounds = rows.div_ceil(self.strip as usize).div_ceil(limits.clusters_at_once(self.blocks, many) as usize);
         rounds * (self.chunk + ROUND_COLUMNS) as usize * many as usize
     }
 
-    /// Blocks for so many strips: all of them, but no more than run at once where a block goes on to other strips.
+    /// Blocks for a number of strips: one per strip, but no more than run at once if a block continues with other
+    /// strips.
     pub(super) fn grid_blocks(&self, strips: usize, limits: &Limits) -> usize {
         let short = |columnwise| strips.min((limits.multiprocessors * short_blocks(columnwise)) as usize);
         match self.kernel {
@@ -222,7 +224,7 @@ impl Share {
     }
 }
 
-/// Blocks of short rows that a multiprocessor has room for.
+/// Number of blocks with short rows that fit on a multiprocessor.
 const fn short_blocks(columnwise: bool) -> u32 {
     if columnwise { SHORT_TRANSPOSE_BLOCKS } else { SHORT_BLOCKS }
 }

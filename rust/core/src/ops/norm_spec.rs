@@ -1,11 +1,11 @@
-//! What a norm computes, which its plan and the choice of how threads share a row are made from.
+//! The description of a norm, from which its plan and the division of rows are made.
 
 use te_fast_kernels::{Float, Fp8};
 
 use crate::ops::amax::ScaleRule;
 use crate::runtime::lane::Limits;
 
-/// Which statistics a row is normalised by.
+/// The statistics that normalise a row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NormKind {
     /// Mean and variance.
@@ -14,13 +14,13 @@ pub enum NormKind {
     RmsNorm,
 }
 
-/// What a norm does, apart from where its buffers are.
+/// The description of a norm, without its buffers.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[expect(clippy::struct_excessive_bools, reason = "outputs are asked for one by one")]
 pub struct NormSpec {
     /// Rows.
     pub rows: usize,
-    /// Columns, which one row's statistics are over; at least 1.
+    /// Columns of a row; at least 1.
     pub cols: usize,
     /// Statistics.
     pub kind: NormKind,
@@ -30,7 +30,7 @@ pub struct NormSpec {
     pub weight: Float,
     /// Factors are `gamma + 1`.
     pub zero_centered_gamma: bool,
-    /// What is added to the variance; not negative.
+    /// Added to the variance; not negative.
     pub eps: f32,
     /// Add a residual first, and write the sum.
     pub residual: bool,
@@ -44,8 +44,8 @@ pub struct NormSpec {
     pub columnwise: bool,
     /// Write the statistics.
     pub stats: bool,
-    /// Find the scale that the result in high precision is quantised with; where nothing is cast here.
+    /// Compute the scale for a later cast of the high-precision result; only if this op casts nothing.
     pub measures: Option<ScaleRule>,
-    /// What a launch can have on the device.
+    /// The device's limits for launches.
     pub limits: Limits,
 }

@@ -15,7 +15,7 @@ use crate::{params, pointers};
 
 /// Most splits that a launch takes.
 pub const MAX_SPLITS: usize = 4096;
-/// A warp per row.
+/// Threads of a block; a warp moves a row.
 const ROWS_PER_BLOCK: usize = (PAD_THREADS / WARP) as usize;
 /// Four blocks per multiprocessor of a large GPU; each walks over its rows.
 const BLOCKS: usize = 528;
@@ -47,7 +47,7 @@ params! {
     }
 }
 
-/// What happens to the rows.
+/// The kind of a move.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Move {
@@ -70,12 +70,12 @@ pub struct Integers<'a> {
     pub wide: bool,
 }
 
-/// Where the splits are.
+/// The place of the splits.
 #[derive(Clone, Copy, Debug)]
 pub enum Splits<'a> {
     /// On the device: (integers, count).
     Device(Integers<'a>, usize),
-    /// With the caller.
+    /// On the host, passed by the caller.
     Values(&'a [i64]),
 }
 
@@ -91,7 +91,7 @@ impl Splits<'_> {
 /// Sizes of a move.
 #[derive(Clone, Copy, Debug)]
 pub struct PadSpec {
-    /// What happens.
+    /// The kind.
     pub mode: Move,
     /// Rows of the input.
     pub in_rows: usize,
@@ -116,11 +116,11 @@ pointers! {
         probs,
         /// Probabilities `[out_rows]`.
         out_probs,
-        /// The plan's: splits on the device, or null for those by value.
+        /// Set by the plan: splits on the device, or null if they are parameters.
         splits,
-        /// The plan's: order of the chunks, sorting alone.
+        /// Set by the plan: order of the chunks, only for sorting.
         index,
-        /// Receives the padded splits in the type of the splits, padding alone; or null.
+        /// Receives the padded splits in the type of the splits, only for padding; or null.
         padded_splits,
     }
 }
@@ -155,7 +155,7 @@ impl PadPlan {
         Ok(Self { spec })
     }
 
-    /// Launches it; `index` is the order of the chunks, sorting alone.
+    /// Launches the move; `index` is the order of the chunks, only for sorting.
     ///
     /// # Errors
     /// More splits than a launch takes, or the driver's refusal.

@@ -1,5 +1,5 @@
-//! MoE permutation of rows: a token's row goes to each of its destinations, everything else becomes zero. One launch,
-//! which makes a mask's map first where that is not made yet.
+//! MoE permutation of rows: a token's row is copied to each of its destinations, and all other rows become zero. It is
+//! one launch, which first makes the map of a mask if there is none yet.
 
 use te_fast_kernels::KernelId;
 use te_fast_kernels::constants::moe::{self, ROW_THREADS};
@@ -23,9 +23,9 @@ params! {
         pub row_bytes: u64,
         /// Type of the probabilities.
         pub prob_type: u32,
-        /// 1: the launch before is the map, so the rows may be read while it runs.
+        /// 1: the previous launch makes the map, so the rows may be read while it runs.
         pub behind_map: u32,
-        /// The map, where the launch makes it: slots without a row are taken off it then.
+        /// The map, if this launch makes it; slots without a row are then removed from it.
         pub making: MakeMapParams<'a>,
     }
 }
@@ -68,8 +68,8 @@ impl PermutePlan {
         Ok(Self { shape, row_bytes, prob })
     }
 
-    /// The same of numbers in the place of rows: that of the row's token plus one, negative where the slot's probability is
-    /// 0, and 0 for a row of no token.
+    /// The same with numbers instead of rows: the number of the row's token plus one, negative if the slot's
+    /// probability is 0, and 0 for a row without a token.
     ///
     /// # Errors
     /// Sizes beyond what a launch can index.
@@ -78,7 +78,7 @@ impl PermutePlan {
         Ok(Self { shape, row_bytes: size_of::<i32>(), prob })
     }
 
-    /// Launches it; `map` has its ends, and `making` says how it is made.
+    /// Launches the permutation; `map` has its ends, and `making` says how the map is made.
     ///
     /// # Errors
     /// The driver's refusal.
@@ -89,7 +89,7 @@ impl PermutePlan {
         map: &MapBuffers<'_>,
         making: &Making<'_>,
     ) -> Result<()> {
-        // Without rows the map that this launch makes loses all its slots.
+        // Without rows, the map of this launch loses all its slots.
         let nothing = self.shape.rows == 0 && (making.params.blocks == 0 || self.shape.tokens == 0);
         if self.row_bytes == 0 || nothing {
             return making.finish(target);

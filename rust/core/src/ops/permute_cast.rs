@@ -15,8 +15,8 @@ use crate::ops::permute_map::{MakeMapParams, Making};
 use crate::ops::row_map::{MapBuffers, MapShape, Prob, RowMapParams};
 use crate::{params, pointers};
 
-/// Blocks that do so, per multiprocessor. They wait for others, which always find room: a multiprocessor runs at least
-/// eight.
+/// Number of these blocks per multiprocessor. They wait for other blocks, which always find room, since a
+/// multiprocessor runs at least eight blocks.
 const SCALE_BLOCKS: u32 = 4;
 
 params! {
@@ -39,7 +39,7 @@ params! {
         pub token_ld: u32,
         /// Inverse scale of a zero block.
         pub zero_scale: f32,
-        /// Last blocks of the launch, which put scales in their places.
+        /// Number of blocks at the end of the launch that copy scales to their places.
         pub scale_blocks: u32,
         /// How the launch makes the map.
         pub making: MakeMapParams<'a>,
@@ -69,7 +69,7 @@ pub enum Scaling {
     },
 }
 
-/// What a permutation with cast does.
+/// The description of a permutation with cast.
 #[derive(Clone, Copy, Debug)]
 pub struct PermuteCastSpec {
     /// Sizes.
@@ -105,7 +105,7 @@ pointers! {
         amax,
         /// [`PermuteCastPlan::scratch_bytes`], 32-byte aligned, that the map's blocks fill: inverse scales f32 `[T, token_ld]`.
         token_scales,
-        /// The plan's, behind them: u32 `[rows]`, the token of a row, `ZERO_ROW` for none.
+        /// Set by the plan, after the scales: u32 `[rows]`, the token of a row, or `ZERO_ROW`.
         row_tokens,
         /// f32 [`PermuteCastPlan::scale_shape`], with blocks.
         scale_inv,
@@ -162,7 +162,7 @@ impl PermuteCastPlan {
         self.blocks().next_multiple_of(PIECE_SCALES)
     }
 
-    /// Words of the scratch memory, which the map in front has to fill.
+    /// Words of the scratch memory, which the map's blocks must fill.
     #[must_use]
     pub fn fill_words(&self) -> u32 {
         (self.scratch_bytes() / FILL_WORD) as u32
@@ -181,10 +181,11 @@ impl PermuteCastPlan {
     ) -> Result<()> {
         let PermuteCastSpec { shape, input, output, .. } = self.spec;
         if making.params.blocks == 0 {
-            // Slots without a row are taken off the map, and absent scales told by what its blocks fill.
+            // The map's blocks remove slots without a row, and fill the scratch memory so that absent scales can be
+            // recognised.
             return Err(Error::state("permute_quantize", "the map must be a mask's that this launch makes"));
         }
-        // Without rows the map loses all its slots.
+        // Without rows, the map loses all its slots.
         if shape.rows == 0 && shape.tokens == 0 {
             return making.finish(target);
         }

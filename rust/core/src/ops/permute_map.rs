@@ -19,18 +19,18 @@ use crate::{params, pointers};
 
 /// Experts that one block owns.
 const SLICE: usize = WARP as usize;
-/// As many blocks as there are multiprocessors on a large GPU; more only add to what each has to read.
+/// As many blocks as a large GPU has multiprocessors; more blocks would only read more.
 const TILES: usize = 128;
-/// Blocks of a map in front of rows, which have half the threads.
+/// Blocks of a map that precedes rows; these blocks have half the threads.
 const LEADING_TILES: usize = 256;
-/// Tokens of a chunk that are worth a block.
+/// Smallest number of tokens in a chunk for a block of its own.
 const SHORT_CHUNK: usize = 64;
-/// Tokens of a chunk in long maps: half of those whose bits stay in shared memory, so that two blocks share a
+/// Tokens of a chunk in long maps: half of the tokens whose bits fit into shared memory, so that two blocks share a
 /// multiprocessor.
 const LONG_CHUNK: usize = MAP_GROUPS * WARP as usize / 2;
-/// The same of a map in front of rows, whose blocks have room for no more.
+/// The same for a map that precedes rows, whose blocks have less shared memory.
 const LEADING_CHUNK: usize = LEADING_MAP_GROUPS * WARP as usize;
-/// Most parts that ends are counted in.
+/// Largest number of parts in which ends are counted.
 const MAX_PARTIALS: usize = 32;
 
 params! {
@@ -52,7 +52,7 @@ params! {
         pub chunk_tokens: u32,
         /// 16-byte words of `fill`.
         pub fill_words: u32,
-        /// Blocks of the map; 0: there is none to make.
+        /// Blocks of the map; 0: the launch makes no map.
         pub blocks: u32,
         /// [`Routing`].
         pub routing_type: u32,
@@ -65,17 +65,17 @@ impl MakeMapParams<'_> {
     }
 }
 
-/// A map for a launch that moves rows by it; the default is one that is finished.
+/// A map for a launch that moves rows by it; by default a finished map.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Making<'a> {
-    /// What the launch has to make of it.
+    /// The part of the map that the launch makes.
     pub(crate) params: MakeMapParams<'a>,
-    /// Whether the launch before makes it.
+    /// Whether the previous launch makes the map.
     pub(crate) before: bool,
 }
 
 impl Making<'_> {
-    /// Makes it where no rows move.
+    /// Makes the map if no rows move.
     ///
     /// # Errors
     /// The driver's refusal.
@@ -107,7 +107,7 @@ params! {
         pub rows: DevPtr<'a>,
         /// One i64.
         pub out: DevPtr<'a>,
-        /// 1 starts the count again.
+        /// 1 resets the count.
         pub clear: u64,
     }
 }
@@ -127,7 +127,7 @@ pub enum Routing {
 }
 
 impl Routing {
-    /// That of a mask of this type, if it is one.
+    /// The type of a mask with these elements, if there is one.
     #[must_use]
     pub const fn of_mask(dtype: DType) -> Option<Self> {
         match dtype {
@@ -139,7 +139,7 @@ impl Routing {
     }
 }
 
-/// What a map is made for.
+/// The description of a map.
 #[derive(Clone, Copy, Debug)]
 pub struct MapSpec {
     /// Tokens, rows of the permuted tensor (`usize::MAX` while unknown) and layout.
@@ -161,7 +161,7 @@ pointers! {
         row_id_map,
         /// [`MapPlan::scratch_bytes`]: u32 `[chunks][slices * 32]`, then one sum per slice of a chunk.
         counts,
-        /// The plan's, behind the counts: u8 `[T][slices rounded up to 4]`, mask alone.
+        /// Set by the plan, after the counts: u8 `[T][slices rounded up to 4]`, only for a mask.
         shares,
         /// i32 per expert ([`MapPlan::experts`]).
         ends,
@@ -171,17 +171,17 @@ pointers! {
         padded_counts,
         /// Two i64: padded and routed rows; or null.
         totals,
-        /// [`STATE_BYTES`] that are zero, and zero again behind the launch, which alone uses them meanwhile: counters of the
-        /// stream, or, under capture, of the launch itself, since two graphs may be replayed at once.
+        /// [`STATE_BYTES`] that are zero before and after the launch, and that no other launch uses meanwhile: counters
+        /// of the stream, or, under capture, of the launch itself, since two graphs may be replayed at once.
         state,
-        /// The plan's: the device's count of dropped rows; null on the host.
+        /// Set by the plan: the device's count of dropped rows; null on the host.
         dropped_rows,
-        /// Memory that the rows behind the map want filled with ones, 16-byte aligned; null where the plan fills nothing.
+        /// Memory to fill with ones for the rows after the map, 16-byte aligned; null if the plan fills nothing.
         fill,
     }
 }
 
-/// A checked map: its work is shared out.
+/// A checked map, with its work divided among blocks.
 #[derive(Clone, Copy, Debug)]
 pub struct MapPlan {
     spec: MapSpec,
@@ -193,7 +193,7 @@ pub struct MapPlan {
 }
 
 impl MapPlan {
-    /// Checks `spec` and shares out the work.
+    /// Checks `spec` and divides the work.
     ///
     /// # Errors
     /// Sizes beyond 32-bit rows, or an alignment of 0.
@@ -213,7 +213,7 @@ impl MapPlan {
         }
         let slices = experts.div_ceil(SLICE);
         let most = MAX_TILES / slices;
-        // The map of an index, whose experts nobody knows, is long work for blocks that have little shared memory.
+        // The map of an index has an unknown number of experts, and takes long in blocks with little shared memory.
         let spec = MapSpec { leads: spec.leads && spec.routing != Routing::Index, ..spec };
         let (tiles, long_chunk) = if spec.leads { (LEADING_TILES, LEADING_CHUNK) } else { (TILES, LONG_CHUNK) };
         let wanted = if slices * units.div_ceil(SHORT_CHUNK) <= tiles {
@@ -228,13 +228,13 @@ impl MapPlan {
         Ok(Self { spec, units, slices, chunk_tokens, chunks: units.div_ceil(chunk_tokens), fill_words: 0 })
     }
 
-    /// The same that also fills so many words of 16 bytes.
+    /// The same, which also fills a number of words of 16 bytes.
     #[must_use]
     pub const fn filling(self, words: u32) -> Self {
         Self { fill_words: words, ..self }
     }
 
-    /// Experts that the per-expert outputs have.
+    /// Number of experts in the per-expert outputs.
     #[must_use]
     pub const fn experts(&self) -> usize {
         match self.spec.shape.layout {
@@ -253,8 +253,8 @@ impl MapPlan {
         self.chunks * self.slices * (SLICE + 1) * 4
     }
 
-    /// For a launch of rows that follows on `target`: its first blocks make a mask's map, an index map is launched here.
-    /// With it, how that launch reads the map.
+    /// Prepares the map for a launch of rows that follows on `target`: that launch's first blocks make the map of a
+    /// mask, and the map of an index is launched here. Also returns how that launch reads the map.
     ///
     /// # Errors
     /// The driver's refusal.
@@ -270,7 +270,7 @@ impl MapPlan {
             params.launch(target)?;
             Making { before: true, ..Making::default() }
         };
-        // An index map does not tell experts apart: all its rows end with the last one's.
+        // An index map does not distinguish experts, so all its rows have one end.
         let ends = match self.spec.shape.layout {
             Layout::Mask { .. } => b.ends,
             Layout::Index { .. } => b.ends.offset(4 * (MAX_EXPERTS - 1)),
@@ -297,7 +297,7 @@ impl MapPlan {
         })
     }
 
-    /// Launches it by itself.
+    /// Launches only the map.
     ///
     /// # Errors
     /// The driver's refusal.
@@ -322,7 +322,7 @@ impl EndsPlan {
         Ok(Self { shape })
     }
 
-    /// Parts that the ends are counted in.
+    /// Parts in which the ends are counted.
     #[must_use]
     pub const fn partials(&self) -> usize {
         let parts = self.shape.tokens.div_ceil(ENDS_THREADS as usize / 8);
@@ -355,7 +355,7 @@ impl EndsPlan {
     }
 }
 
-/// Copies the device's count of dropped rows to `out`, one i64, and starts it again when `clear` is set.
+/// Copies the device's count of dropped rows to `out`, one i64, and resets it if `clear` is set.
 ///
 /// # Errors
 /// The driver's refusal.
@@ -364,7 +364,7 @@ pub fn read_dropped(target: &mut Target<'_>, out: DevPtr<'_>, clear: bool) -> Re
     launch(target, KernelId::PermuteDropped, Grid::linear(1, WARP), &params)
 }
 
-/// The device's count of dropped rows; null on the host, which has a static of its own.
+/// The device's count of dropped rows; null on the host, which has its own static.
 fn dropped_rows(target: &mut Target<'_>) -> Result<DevPtr<'static>> {
     match &mut target.backend {
         Backend::Cuda(queue) => queue.device.variable(KernelId::PermuteMap, c"permute_dropped_rows"),

@@ -1,4 +1,4 @@
-//! The way back of an MoE permutation: rows of a token gathered and summed, and the gradient of that.
+//! The inverse of an MoE permutation: gathers and sums the rows of each token; and its gradient.
 
 use te_fast_kernels::constants::moe::{self, ROW_THREADS};
 use te_fast_kernels::{Float, KernelId};

@@ -1,4 +1,4 @@
-//! Rotary position embeddings: heads turned by the angles of their rows; up to three tensors of heads in one launch.
+//! Rotary position embeddings: rotate heads by the angles of their rows, up to three tensors of heads in one launch.
 
 use te_fast_kernels::constants::attention::{ROTATE_HEADS, ROTATE_PARAMS_BYTES, ROTATE_PARTS, ROTATE_THREADS};
 use te_fast_kernels::constants::common::VECTOR;
@@ -14,11 +14,11 @@ use crate::launch::target::{Target, launch};
 use crate::{params, pointers};
 
 const OP: &str = "rotate";
-/// What vectors of elements and their addresses are multiples of.
+/// Alignment of vectors of elements and of their addresses, in bytes.
 const ALIGN: usize = 16;
 
-/// Heads of one tensor, as the kernel walks over them. Strides are those of both dimensions of rows, of groups and of
-/// the heads of a group, in elements.
+/// Heads of one tensor, for the kernel. Strides are in elements: of both dimensions of rows, of groups, and of the
+/// heads of a group.
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(C)]
 pub struct RotatePart {
@@ -26,7 +26,7 @@ pub struct RotatePart {
     pub heads: u32,
     /// Heads of a group.
     pub per_group: u32,
-    /// Channels that turn.
+    /// Channels that are rotated.
     pub width: u32,
     /// Threads of a row.
     pub units: u32,
@@ -46,9 +46,9 @@ params! {
         pub rows: [u64; 2],
         /// Channels of a head.
         pub channels: u32,
-        /// Neighbours make a pair.
+        /// Adjacent channels make a pair.
         pub interleaved: u32,
-        /// The gradient's direction.
+        /// Rotate in the direction of the gradient.
         pub transposed: u32,
         /// 16-byte accesses.
         pub wide: u32,
@@ -58,7 +58,7 @@ params! {
 }
 
 pointers! {
-    /// Tensors; null where there is none.
+    /// Tensors; null if absent.
     pub struct RotatePointers {
         /// Queries.
         q,
@@ -66,11 +66,11 @@ pointers! {
         k,
         /// Values.
         v,
-        /// Where queries go; may be `q` with the same strides.
+        /// Rotated queries; may be `q` with the same strides.
         q_out,
-        /// Where keys go.
+        /// Rotated keys.
         k_out,
-        /// Where values go.
+        /// Copied values.
         v_out,
         /// Cosines of queries, or null: these are copied.
         q_cos,
@@ -87,7 +87,7 @@ pointers! {
     }
 }
 
-/// One tensor of heads: what is read and written, and the waves that it turns by.
+/// One tensor of heads: its input and output, and the cosines and sines of its rotation.
 #[derive(Clone, Copy, Debug)]
 pub struct Turn<'v> {
     /// `(rows, heads, channels)`, `(rows, rows, heads, channels)` or `(rows, rows, groups, heads of a group, channels)`.
@@ -98,7 +98,7 @@ pub struct Turn<'v> {
     pub waves: Option<[TensorView<'v>; 2]>,
 }
 
-/// Heads as a view has them.
+/// Heads of a view.
 #[derive(Clone, Copy, Debug)]
 struct Heads {
     rows: [i64; 2],
@@ -133,14 +133,14 @@ impl Heads {
         Ok(heads)
     }
 
-    /// Strides for so many heads of a group.
+    /// Strides for a number of heads per group.
     fn grouped(&self, per_group: i64) -> [i64; 4] {
         let [first, second, group, head] = self.strides;
         [first, second, if self.per_group.is_some() { group } else { per_group * head }, head]
     }
 }
 
-/// Strides by row of cosines or sines: those that there is one of for all rows have none.
+/// Strides by row of cosines or sines; 0 if all rows share one.
 fn wave_strides(wave: &TensorView<'_>, heads: &Heads) -> Result<(i64, [i64; 2])> {
     let (rows, strides, width) = match (wave.shape(), wave.strides()) {
         (&[a, 1, width], &[first, _, _]) => ([a, 1], [first, 0], width),
@@ -201,7 +201,7 @@ fn is_wide(turn: &Turn<'_>, part: &RotatePart, channels: i64) -> bool {
         && turn.output.is_aligned(ALIGN)
 }
 
-/// Turns heads.
+/// Rotates heads.
 ///
 /// # Errors
 /// Shapes, types or layouts that do not fit, or the launch fails.

@@ -1,5 +1,5 @@
-//! Rows of tokens on their way to experts and back, as programs move them: a mask's map and the rows by it in one launch,
-//! and what follows by that map.
+//! Moves of tokens' rows to experts and back, for programs: one launch makes the map of a mask and moves rows by it,
+//! and later moves use that map.
 
 use te_fast_kernels::Float;
 
@@ -15,12 +15,12 @@ use crate::pointers;
 /// Bytes of the number of a row's token.
 const NUMBER_BYTES: usize = 4;
 
-/// Which way rows go.
+/// The direction of a move.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Way {
-    /// To the experts, by a map that is made of the mask.
+    /// To the experts, by a map that is made from the mask.
     Out(Routing),
-    /// The same, of numbers in the place of rows: a cast reads the rows where they are.
+    /// The same, with numbers instead of rows: a cast gathers the rows by these.
     Numbers(Routing),
     /// To the experts by the finished map: gradients of a sum.
     Again,
@@ -31,7 +31,7 @@ pub enum Way {
 /// Rows of tokens and of experts.
 #[derive(Clone, Copy, Debug)]
 pub struct RouteSpec {
-    /// Which way they go.
+    /// The direction.
     pub way: Way,
     /// Tokens.
     pub tokens: usize,
@@ -48,18 +48,18 @@ pub struct RouteSpec {
 }
 
 pointers! {
-    /// Buffers of rows on their way.
+    /// Buffers of a move.
     pub struct RoutePointers {
         /// Rows that move.
         x,
-        /// Where they go; of [`Way::Numbers`] i32, the number of the row's token plus one: 0 for a row of no token, less than
-        /// 0 for one whose probability is 0, which is a row of zeros.
+        /// Destination. For [`Way::Numbers`] i32, the number of the row's token plus one: 0 for a row without a token,
+        /// negative for a row with probability 0, which is a row of zeros.
         out,
         /// The mask.
         routing,
-        /// Probabilities `[tokens, experts]`, or, on the way back, their gradient; null there for none.
+        /// Probabilities `[tokens, experts]`, or, for moves back, their gradient, which may be null.
         probs,
-        /// Those of rows, or their gradient.
+        /// Probabilities of rows, or their gradient.
         factors,
         /// i32 `[tokens, 2 experts + 1]`.
         row_id_map,
@@ -117,7 +117,7 @@ impl RoutePlan {
         Ok(Self { spec, shape, steps })
     }
 
-    /// Bytes of what moves, where it goes.
+    /// Bytes of the destination.
     #[must_use]
     pub const fn out_bytes(&self) -> usize {
         match self.spec.way {

@@ -31,9 +31,9 @@ pub enum Score {
 pub enum Over {
     /// The scores of the chosen experts: softmax over their logits, other scores divided by their sum.
     Chosen = moe::OVER_CHOSEN,
-    /// Softmax over all experts, before the choice; nothing behind it.
+    /// Softmax over all experts before the choice, without a normalisation after it.
     Before = moe::OVER_BEFORE,
-    /// The scores of all experts, which have gradients all: those of a balancing loss.
+    /// The scores of all experts, for a balancing loss; all of them have gradients.
     All = moe::OVER_ALL,
 }
 
@@ -46,7 +46,7 @@ pub struct RouterSpec {
     pub experts: usize,
     /// Experts of a token.
     pub topk: usize,
-    /// Groups of experts, and how many of them a token's experts may be of; 0 for none.
+    /// Number of groups of experts, and of the groups that a token's experts may come from; 0 without groups.
     pub groups: (usize, usize),
     /// Scores.
     pub score: Score,
@@ -65,11 +65,11 @@ pointers! {
     pub struct RouterPointers {
         /// `[tokens, experts]`.
         logits,
-        /// f32 per expert, added for the choice alone; or null.
+        /// f32 per expert, added only for the choice; or null.
         bias,
         /// `[tokens, experts]` in the type of the logits, zero for experts that are not chosen; [`Over::All`]: f32.
         probs,
-        /// f32 `[tokens, experts]` for backward, or null; of softmax over the chosen its result.
+        /// f32 `[tokens, experts]` for backward, or null; for softmax over the chosen experts, its result.
         scores,
         /// A byte for each expert of each token, or null.
         map,
@@ -85,7 +85,7 @@ pointers! {
     pub struct RouterBwdPointers {
         /// Gradient of the probabilities, of their type.
         grad,
-        /// As forward left them.
+        /// Scores that forward has saved.
         scores,
         /// Bytes of the map; null of [`Over::All`].
         map,
@@ -106,7 +106,7 @@ params! {
         pub topk: u32,
         /// Groups of experts; 0 for none.
         pub groups: u32,
-        /// Groups that a token's experts are of.
+        /// Groups that a token's experts come from.
         pub group_topk: u32,
         /// [`Score`].
         pub score: u32,
@@ -151,7 +151,7 @@ impl RouterPlan {
     /// Checks the sizes.
     ///
     /// # Errors
-    /// More experts than a warp holds, more tokens than a launch can index, or a choice that is none.
+    /// More experts than a warp holds, more tokens than a launch can index, or an invalid choice.
     pub fn new(spec: RouterSpec) -> Result<Self> {
         let RouterSpec { tokens, experts, topk, groups: (groups, group_topk), .. } = spec;
         if !(1..=MAX_EXPERTS).contains(&experts) {

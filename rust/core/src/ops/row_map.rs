@@ -1,5 +1,4 @@
-//! Row maps as every permutation kernel reads them: their layouts and sizes, where they lie, and the types of the
-//! probabilities that move along.
+//! Row maps of the permutation kernels: layouts, sizes and pointers, and the types of the permuted probabilities.
 
 use te_fast_kernels::constants::moe::{self, MAX_EXPERTS};
 
@@ -7,10 +6,10 @@ use crate::base::dtype::DType;
 use crate::base::error::{Error, Result};
 use crate::base::pointer::DevPtr;
 
-/// Leading blocks that clear the rows no token fills: two per multiprocessor of a large GPU.
+/// Number of first blocks that clear rows without a token: two per multiprocessor of a large GPU.
 const ZERO_BLOCKS: usize = 264;
 
-/// How a row map is laid out; both are Transformer Engine's.
+/// The layout of a row map; both layouts are Transformer Engine's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Layout {
     /// `[T, 2E + 1]`: destinations in descending order, their experts from entry E, their number in entry 2E.
@@ -18,7 +17,7 @@ pub enum Layout {
         /// E.
         experts: usize,
     },
-    /// `[K, T]`: the destination of every slot, -1 where it was dropped.
+    /// `[K, T]`: the destination of every slot, -1 if it was dropped.
     Index {
         /// K.
         top_k: usize,
@@ -55,7 +54,7 @@ impl MapShape {
         }
     }
 
-    /// Groups of rows that `ends` counts: the experts; one for an index map, which knows none.
+    /// Groups of rows that `ends` counts: the experts; one for an index map, which does not have experts.
     #[must_use]
     pub const fn groups(&self) -> usize {
         match self.layout {
@@ -91,16 +90,16 @@ impl MapShape {
     }
 }
 
-/// Where a row map and what belongs to it lie.
+/// The pointers of a row map.
 #[derive(Clone, Copy, Debug)]
 pub struct MapBuffers<'a> {
     /// [`MapShape::entries`] of i32.
     pub map: DevPtr<'a>,
     /// i64 per expert, or null without padding.
     pub pad_offsets: DevPtr<'a>,
-    /// `[partials][groups]` of i32, or null where no row is cleared.
+    /// `[partials][groups]` of i32, or null if no row is cleared.
     pub ends: DevPtr<'a>,
-    /// Parts that `ends` was counted in.
+    /// Parts in which `ends` was counted.
     pub partials: usize,
 }
 
@@ -141,7 +140,7 @@ impl<'a> RowMapParams<'a> {
     }
 }
 
-/// Type of probabilities: what routers compute in.
+/// Type of probabilities.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Prob {
@@ -151,12 +150,12 @@ pub enum Prob {
     F16 = moe::PROB_F16,
     /// bfloat16.
     Bf16 = moe::PROB_BF16,
-    /// IEEE binary64, moved as it is; sums take it rounded to binary32.
+    /// IEEE binary64, moved as it is; sums round it to binary32.
     F64 = moe::PROB_F64,
 }
 
 impl Prob {
-    /// The type of such a tensor, if it is one.
+    /// The type of a tensor of probabilities, if it is valid.
     #[must_use]
     pub const fn of(dtype: DType) -> Option<Self> {
         match dtype {
@@ -168,7 +167,7 @@ impl Prob {
         }
     }
 
-    /// The kernels' code; 0 where there are none.
+    /// The kernels' code; 0 without probabilities.
     pub(crate) fn code(prob: Option<Self>) -> u32 {
         prob.map_or(0, |prob| prob as u32)
     }

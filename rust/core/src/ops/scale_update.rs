@@ -1,5 +1,5 @@
-//! Delayed scaling: rolls the amax histories of all tensors of a direction and derives their next scales; before that,
-//! lays live maxima side by side, where ranks reduce them.
+//! Delayed scaling: rolls the amax histories of all tensors of a direction and derives their next scales. If ranks
+//! reduce maxima, it first gathers the live maxima into one tensor.
 
 use te_fast_kernels::constants::common::WARP;
 use te_fast_kernels::constants::quantize::{self, FEW_ENTRIES, MANY_ENTRIES, THREADS};
@@ -15,7 +15,7 @@ use crate::params;
 /// Most blocks that share an entry's tensors.
 const COLUMN: u32 = 64;
 
-/// Histories and scales of one group of tensors, a layer's forward say.
+/// Histories and scales of one group of tensors, for instance of a layer's forward.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct ScaleEntry<'a> {
@@ -137,13 +137,13 @@ fn filled<T: Copy, const N: usize>(empty: T, chunk: &[T]) -> [T; N] {
     entry
 }
 
-/// Live maxima of one group of tensors, and their place among those of others.
+/// Live maxima of one group of tensors, and their place among the gathered maxima.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct LiveAmax<'a> {
     /// f32 `[count]`, or null for tensors without any: 0.
     pub live: DevPtr<'a>,
-    /// Place of the first one.
+    /// Index of the first one.
     pub first: u32,
     /// Tensors.
     pub count: u32,
@@ -157,7 +157,7 @@ impl LiveAmax<'_> {
 params! {
     /// Parameters of `amax_gather`.
     pub struct AmaxGatherParams<'a> [quantize::AMAX_GATHER_PARAMS_BYTES] for AmaxGather => host::scale_update::gather {
-        /// f32, as long as the entries say.
+        /// f32, as long as the entries together.
         pub gathered: DevPtr<'a>,
         /// Entries in use.
         pub entries: u32,
@@ -171,7 +171,7 @@ params! {
 params! {
     /// Parameters of `amax_gather_few`.
     pub struct AmaxGatherFewParams<'a> [quantize::AMAX_GATHER_FEW_PARAMS_BYTES] for AmaxGatherFew => host::scale_update::gather_few {
-        /// f32, as long as the entries say.
+        /// f32, as long as the entries together.
         pub gathered: DevPtr<'a>,
         /// Entries in use.
         pub entries: u32,
@@ -182,10 +182,10 @@ params! {
     }
 }
 
-/// Writes live maxima side by side, for ranks to reduce: one launch for up to [`MANY_ENTRIES`] entries.
+/// Gathers live maxima into one tensor, for ranks to reduce: one launch for up to [`MANY_ENTRIES`] entries.
 ///
 /// # Errors
-/// `gathered` is null where there is something to write, or the launch fails.
+/// `gathered` is null although there are maxima, or the launch fails.
 pub fn gather_amax(target: &mut Target<'_>, entries: &[LiveAmax<'_>], gathered: DevPtr<'_>) -> Result<()> {
     if gathered.is_null() && entries.iter().any(|entry| entry.count != 0) {
         return Err(Error::value("amax_gather", "there are maxima, but no memory to write them to"));

@@ -1,4 +1,4 @@
-//! How the activation kernels walk a tensor: columns of tiles, cut into strips, one block a strip.
+//! The walk of activation kernels over a tensor: columns of tiles, cut into strips, one block per strip.
 //! The mirror of `StripPlan` in `cuda/tile/strip.cuh`.
 
 use te_fast_kernels::constants::tile::STRIP_LEVELS;
@@ -19,10 +19,11 @@ pub struct StripPlan {
     pub tiles: [u32; STRIP_LEVELS],
 }
 
-/// From this length on a strip pays for being cut into long and short ones: below, so few tiles are left for the short
-/// ones that what each costs to start and to end counts for more.
+/// From this length on it pays to cut strips into long and short ones. Shorter strips leave so few tiles for the short
+/// ones that the fixed cost of a strip outweighs the gain.
 const LONG: u32 = 6;
-/// Strips of a column that are considered; more come only with tensors so tall that the waves are many anyway.
+/// Largest number of strips of a column to consider; only very tall tensors, which have many waves anyway, would need
+/// more.
 const MOST: u32 = 256;
 /// Tiles of the longest strip: its rows fit 31 bits.
 const LONGEST: u32 = 1 << 23;
@@ -33,11 +34,11 @@ impl StripPlan {
         Self { tiles_rows, tiles_cols, strips: tiles_rows, count: [tiles_rows, 0, 0], tiles: [1, 0, 0] }
     }
 
-    /// How many equal strips of a column take the shortest, the fewest of those.
+    /// The number of equal strips of a column with the shortest time; the smallest such number.
     fn quickest(tiles_rows: u32, tiles_cols: u32, resident: u32) -> u32 {
         let mut best = (u64::MAX, 1);
         for count in tiles_rows.div_ceil(LONGEST).max(1)..=tiles_rows.clamp(1, MOST) {
-            // Full waves of strips without a remainder are the least that so many, or more, can take.
+            // Full waves without a remainder are a lower bound for this number of strips, or more.
             let least = u64::from(tiles_cols) * (2 * u64::from(tiles_rows) + u64::from(count));
             if least >= best.0.saturating_mul(u64::from(resident)) {
                 break;
@@ -50,8 +51,8 @@ impl StripPlan {
         best.1
     }
 
-    /// Strips for `resident` blocks that run at once. Equal ones whose waves take the shortest; if they are long, the
-    /// lower quarter becomes short ones, which wait for whichever multiprocessor is free first.
+    /// Strips for `resident` blocks that run at once. Strips are equal, with the shortest waves. If they are long, the
+    /// lower quarter becomes short strips, which go to the first free multiprocessor.
     pub(crate) fn balanced(tiles_rows: u32, tiles_cols: u32, resident: u32) -> Self {
         let count = Self::quickest(tiles_rows, tiles_cols, resident.max(1));
         let equal = tiles_rows.div_ceil(count);
@@ -74,7 +75,7 @@ impl StripPlan {
     }
 }
 
-/// Time of `count` equal strips of a column, in half tiles; a strip costs half a tile beside its tiles.
+/// Time of `count` equal strips of a column, in half tiles; a strip has a fixed cost of half a tile.
 const fn time(tiles_rows: u32, tiles_cols: u32, resident: u32, count: u32) -> u64 {
     let blocks = tiles_cols as u64 * count as u64;
     blocks.div_ceil(resident as u64) * (2 * tiles_rows.div_ceil(count) as u64 + 1)

@@ -14,10 +14,10 @@ use crate::{params, pointers};
 
 const OP: &str = "sum_groups";
 
-/// What is summed.
+/// The description of a sum.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SumGroupsSpec {
-    /// How many groups.
+    /// Number of groups.
     pub groups: usize,
     /// Rows that the tensor has memory for.
     pub rows: usize,
@@ -36,7 +36,7 @@ pointers! {
         x,
         /// `[groups, cols]`; zeros for groups without rows.
         sums,
-        /// A factor for each row; null without.
+        /// A factor for each row, or null.
         row_scale,
         /// int64 counts of the groups' rows.
         splits,
@@ -92,7 +92,7 @@ impl SumGroupsPlan {
         self.spec.groups * self.spec.cols * self.spec.input.size()
     }
 
-    /// Launches it.
+    /// Launches the sums.
     ///
     /// # Errors
     /// A buffer that the plan needs is null, or the launch fails.

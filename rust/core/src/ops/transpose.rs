@@ -1,4 +1,4 @@
-//! The column layout of FP8 bytes that are there in row layout, with the scales of 128x128 blocks.
+//! Makes the column layout of FP8 bytes from the row layout, with the scales of 128x128 blocks.
 
 use te_fast_kernels::KernelId;
 use te_fast_kernels::constants::quantize;
@@ -45,14 +45,14 @@ pointers! {
     }
 }
 
-/// What a transposition does.
+/// The description of a transposition.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct TransposeSpec {
     /// Rows.
     pub rows: usize,
     /// Columns.
     pub cols: usize,
-    /// Rows of the result are as long as GEMMs take them: a multiple of 16, zeros behind the tensor's rows.
+    /// Rows of the result have the length that GEMMs need: a multiple of 16, with zeros after the tensor's rows.
     pub padded: bool,
     /// There is a scale for each 128x128.
     pub block_scales: bool,
@@ -88,7 +88,7 @@ impl TransposePlan {
         self.spec.cols * self.ld_t
     }
 
-    /// Bytes of its scales; 0 where both layouts share one.
+    /// Bytes of its scales; 0 if both layouts share one scale.
     #[must_use]
     pub fn scale_bytes(&self) -> usize {
         if self.spec.block_scales { self.scales().1.iter().product::<usize>() * size_of::<f32>() } else { 0 }
@@ -101,7 +101,7 @@ impl TransposePlan {
         (shape(rows, cols), shape(cols, rows))
     }
 
-    /// Launches it; nothing for an empty tensor.
+    /// Launches the transposition; does nothing for an empty tensor.
     ///
     /// # Errors
     /// A null buffer, or the launch fails.

@@ -1,4 +1,4 @@
-//! Compiles a chain's backward: walks the ops from the end, with fusions of its own.
+//! Compiles a chain's backward: walks the ops from the end, and fuses some of them.
 
 use crate::base::error::Result;
 use crate::ops::activation_backward::{ActivationBackwardPointers, ActivationBackwardSpec};
@@ -21,7 +21,7 @@ use crate::recipe::definition::{Quantization, Recipe, Scaling};
 use crate::runtime::dispatcher::Dispatcher;
 use crate::runtime::lane::MEASURE_COUNTERS_AT;
 
-/// Compiles the backward of what a forward left, behind its flow; GEMMs store FP8 if `stores_fp8` lets them.
+/// Compiles the backward of a compiled forward; GEMMs store FP8 if `stores_fp8` allows it.
 pub(crate) fn compile(
     dispatcher: &mut Dispatcher,
     facts: &Facts,
@@ -43,7 +43,7 @@ pub(crate) fn compile(
 }
 
 impl Compiler<'_> {
-    /// The gradient of the output, as the call brings it.
+    /// The gradient of the output, as the call passes it.
     fn grad_output(&mut self) -> Value {
         let facts = self.facts;
         let given = facts.key.outer.grad_output.filter(|given| facts.takes_grad(*given).is_some());
@@ -51,7 +51,7 @@ impl Compiler<'_> {
         Value::quantized(Layouts::outer(Outer::GradOutput, given))
     }
 
-    /// The gradient of the input: where the first op left it, or quantised.
+    /// The gradient of the input: at the place where the first op wrote it, or quantised.
     fn grad_input(&mut self, grad: &Value) {
         let (Some(cast), Some(kind)) = (self.facts.grad_input_cast(), self.facts.grad_input_kind()) else {
             self.out.grad_input = grad.high.port;
@@ -59,7 +59,7 @@ impl Compiler<'_> {
         };
         self.out.grad_input = Port::GradInput;
         if self.out.grad_input_is_row {
-            return; // the GEMM has stored it so
+            return; // the GEMM has stored it in FP8
         }
         let slot = slot(0, LinearPort::GradInputScale, LinearPort::GradInputAmax);
         let at = quantised(grad.high, &Layouts::outer(Outer::GradInput, kind), slot, self.scratch());
@@ -81,7 +81,7 @@ impl Compiler<'_> {
             Op::MakeExtraOutput { in_place } => self.branch(index, in_place, grad),
             Op::Residual => self.branch(index, false, grad),
             Op::AddResidual { begin } => self.residual_grads[begin] = grad.high,
-            // After a linear op, it is a factor of that op's GEMMs.
+            // Behind a linear op, the scale is a factor of that op's GEMMs.
             Op::ConstantScale { .. } if matches!(self.op_before(index), Some((_, Op::Linear { groups: None, .. }))) => {
             }
             Op::ConstantScale { scale } => self.affine(index, grad, scale, At::NONE, None, "scale"),
@@ -101,7 +101,7 @@ impl Compiler<'_> {
         *grad = Value::high(y);
     }
 
-    /// The gradient from elsewhere joins, unless the op behind took it along.
+    /// Adds the gradient of a residual branch, unless the next op has added it.
     fn branch(&mut self, index: usize, in_place: bool, grad: &mut Value) {
         if self.takes_branch(index).is_some() {
             return;
@@ -134,7 +134,7 @@ impl Compiler<'_> {
             self.step(Work::SumGroups { spec, at }, index, "gradients of the biases");
             return;
         }
-        // The linear op's plans know of a bias right behind it, not of one behind an identity.
+        // The linear op's plans include a bias right behind it, but not a bias behind an identity.
         let by_cast = grad.quantized.is_none() && index > 0;
         if by_cast && matches!(self.facts.chain.links()[index - 1].op, Op::Linear { .. }) {
             let linear = &self.facts.linears[link.linear - 1];
@@ -196,8 +196,8 @@ impl Compiler<'_> {
         *grad = Value::high(dx);
     }
 
-    /// The linear op, through at most a bias, whose gradient an activation's backward at `index` may quantise; and the
-    /// bias's parameter.
+    /// The linear op before the activation at `index`, maybe with a bias between, whose gradient the activation's
+    /// backward may quantise; and the bias's parameter.
     fn fp8_producer(&self, index: usize) -> Option<(usize, Option<usize>)> {
         if !self.facts.recipe.as_ref().is_some_and(Recipe::is_delayed) {
             return None;
@@ -276,7 +276,7 @@ impl Compiler<'_> {
         *grad = Value { quantized: producer.map(|_| to), scale: measured.map(|(at, _)| at), ..Value::high(dx) };
     }
 
-    /// Where the gradient of the factors goes that an activation multiplies its rows by.
+    /// The place for the gradient of an activation's row factors.
     fn factor_grad(&mut self, link: &Link, row_scale: At) -> At {
         if !row_scale.is_some() || !self.facts.key.extras[self.facts.factors_of(link)].1 {
             return At::NONE;
@@ -290,8 +290,8 @@ impl Compiler<'_> {
         At::of(port)
     }
 
-    /// Where what computes the gradient of edge `index` leaves the scale that the linear op before it quantises with, and how that
-    /// follows from the maximum: under current scaling, so that nothing is read for its maximum alone.
+    /// The place where the op that computes the gradient of edge `index` writes the scale for the linear op before it,
+    /// and the scale's rule. Only under current scaling: no launch then reads the tensor just for its maximum.
     fn measured(&mut self, index: usize) -> Option<(At, ScaleRule)> {
         let recipe = self.facts.recipe.as_ref().filter(|recipe| recipe.scaling == Scaling::Current)?;
         let Quantization { amax_epsilon: eps, power_2_scale: pow2, .. } = recipe.grad;

@@ -1,4 +1,4 @@
-//! The state of a backward's compilation, and what its ops share: where gradients go and who adds which.
+//! The state of a backward's compilation, and helpers of its ops: the places of gradients, and the ops that add them.
 
 use crate::program::buffer::{Arena, At};
 use crate::program::chain::Op;
@@ -13,14 +13,14 @@ use crate::runtime::dispatcher::Dispatcher;
 #[derive(Debug)]
 pub(crate) struct Backward {
     pub(crate) flows: Flows,
-    /// Where the input's gradient is.
+    /// Place of the input's gradient.
     pub(crate) grad_input: Port,
     /// The same for each extra input.
     pub(crate) grad_extras: Vec<Port>,
     pub(crate) notes: Vec<String>,
     /// A GEMM stores FP8.
     pub(crate) hands_over: bool,
-    /// It stores the input's gradient so.
+    /// Whether a GEMM stores the input's gradient in FP8.
     pub(crate) grad_input_is_row: bool,
 }
 
@@ -35,7 +35,7 @@ pub(super) struct Compiler<'a> {
     pub(super) stores_fp8: bool,
     /// Gradients of the factors of permuted rows, by the op that permuted them.
     pub(super) factor_grads: Vec<At>,
-    /// Gradients of what residual connections add, by the op where they begin.
+    /// Gradients of residual connections, by the op where they begin.
     pub(super) residual_grads: Vec<At>,
 }
 
@@ -58,12 +58,12 @@ impl<'a> Compiler<'a> {
         Self { dispatcher, facts, left, out, bias_grad: At::NONE, stores_fp8, factor_grads, residual_grads }
     }
 
-    /// Whether the op or anything before it wants a gradient.
+    /// Whether the op or an earlier one needs a gradient.
     pub(super) fn runs(&self, index: usize) -> bool {
         self.facts.grads_before[index + 1]
     }
 
-    /// The op before `index`, identities left out.
+    /// The op before `index`, without identities.
     pub(super) fn op_before(&self, index: usize) -> Option<(usize, Op)> {
         let links = self.facts.chain.links();
         (0..index).rev().map(|at| (at, links[at].op)).find(|(_, op)| !matches!(op, Op::Identity))
@@ -86,7 +86,7 @@ impl<'a> Compiler<'a> {
         self.out.flows.buffers.add(arena)
     }
 
-    /// A buffer that the weight's gradient of a linear op reads: kept where that waits.
+    /// A buffer that the weight gradient of a linear op reads; it is kept if that gradient is delayed.
     pub(super) fn for_weight_grad(&mut self, linear: usize) -> At {
         let waits = self.facts.linears[linear].deferred;
         self.buffer(if waits { Arena::Deferred(linear as u16) } else { FlowName::Backward.scratch() })
@@ -107,15 +107,15 @@ impl<'a> Compiler<'a> {
         layouts
     }
 
-    /// Where the gradient of edge `index` goes: to whoever hands it out first, else into scratch.
+    /// The place for the gradient of edge `index`: a result of the program if one has it, else scratch.
     pub(super) fn place_of(&mut self, index: usize) -> At {
         let Facts { chain, key, .. } = self.facts;
         let mut is_grad_input = key.input_grad;
         for (at, link) in chain.links()[..index].iter().enumerate().rev() {
             match link.op {
-                // Their input's gradient is their output's.
+                // The gradient of their input is the gradient of their output.
                 Op::Identity | Op::Bias { .. } | Op::AddResidual { .. } => {}
-                // The op behind it has added the other gradient.
+                // The next op has added the other gradient.
                 Op::MakeExtraOutput { .. } | Op::Residual if self.takes_branch(at).is_some() => {}
                 Op::AddExtraInput { .. } if !key.extras[link.extra_input].1 => {}
                 Op::AddExtraInput { .. } => return At::of(Port::GradExtra(link.extra_input as u16)),
@@ -135,7 +135,7 @@ impl<'a> Compiler<'a> {
         if self.facts.key.params[param].1 { At::of(Port::GradParam(param as u16)) } else { At::NONE }
     }
 
-    /// The op behind a value with another consumer that adds the gradient from there in its own launch.
+    /// The op behind a value that adds the gradient of the value's other consumer in its own launch.
     pub(super) fn takes_branch(&self, index: usize) -> Option<usize> {
         let links = self.facts.chain.links();
         let in_place = match links[index].op {
@@ -151,7 +151,7 @@ impl<'a> Compiler<'a> {
         }
     }
 
-    /// The gradient from elsewhere that op `index` adds to its input's.
+    /// The residual branch's gradient that op `index` adds to the gradient of its input.
     pub(super) fn branch_before(&self, index: usize) -> Option<At> {
         let (before, _) = self.op_before(index)?;
         (self.takes_branch(before) == Some(index)).then(|| self.other_grad(before))

@@ -1,4 +1,4 @@
-//! Compiles the backward of linear ops: the gradient's layouts, the two GEMMs, and what waits for `backward_dw`.
+//! Compiles the backward of linear ops: the gradient's layouts, the two GEMMs, and delayed weight gradients.
 
 use te_fast_kernels::{Float, Fp8};
 
@@ -45,7 +45,7 @@ impl<'a> Compiler<'a> {
         Ok(())
     }
 
-    /// The result of the activation before, once more.
+    /// Computes the result of the preceding activation again.
     fn recomputed_input(&mut self, linear: usize) -> Option<LayoutAt> {
         let facts = self.facts;
         let index = facts.linears[linear].recomputed?;
@@ -72,7 +72,7 @@ impl<'a> Compiler<'a> {
     }
 
     fn input_grad(&mut self, index: usize, link: &Link, dy: LayoutAt, grad: &mut Value) -> Result<()> {
-        // The products of experts add to nothing.
+        // The products of experts do not add to their result.
         let accumulate = self.branch_before(index).filter(|_| self.facts.linears[link.linear].groups.is_none());
         let w = self.weight_operand(index, link);
         let stored = if accumulate.is_none() { self.store_grad_input(index, link.linear)? } else { None };
@@ -109,8 +109,8 @@ impl<'a> Compiler<'a> {
         Ok(())
     }
 
-    /// The type that the GEMM of the op at `index` stores its gradient in, where that is the input's and is to be quantised by a
-    /// scale that is known.
+    /// The FP8 type in which the GEMM of the op at `index` stores the gradient of the chain's input, if its scale is
+    /// known beforehand.
     fn store_grad_input(&mut self, index: usize, linear: usize) -> Result<Option<Fp8>> {
         let facts = self.facts;
         let (Some(kind), Some(recipe)) = (facts.grad_input_kind(), facts.recipe.as_ref()) else { return Ok(None) };
@@ -129,7 +129,7 @@ impl<'a> Compiler<'a> {
         Ok(Some(kind.dtype))
     }
 
-    /// The launch before such a GEMM, or the one behind it.
+    /// The launch before such a GEMM, or after it.
     fn grad_input_scale(&mut self, index: usize, linear: usize, after: bool) {
         let table = At::of(Port::Beside(Outer::GradInput, Beside::RowScale));
         let slots = vec![slot(linear, LinearPort::GradInputScale, LinearPort::GradInputAmax)];
@@ -137,7 +137,7 @@ impl<'a> Compiler<'a> {
         self.step(Work::Handover { table, slots, after }, index, text);
     }
 
-    /// The weight's gradient, now or when it is asked for.
+    /// The weight's gradient, now or delayed.
     fn weight_grad(&mut self, index: usize, link: &Link, dy: LayoutAt, x: LayoutAt) {
         let op = &self.facts.linears[link.linear];
         if !op.weight_grad {
@@ -166,7 +166,7 @@ impl<'a> Compiler<'a> {
         self.step_of(flow, op.rows, work, index, "wgrad gemm");
     }
 
-    /// The column layout of bytes that came in row layout.
+    /// The column layout, from the row layout.
     fn transposed(&mut self, index: usize, spec: TransposeSpec, row: LayoutAt, flow: FlowName) -> LayoutAt {
         let data = self.buffer(flow.scratch());
         let scale = if spec.block_scales { self.buffer(flow.scratch()) } else { row.scale };
@@ -176,7 +176,7 @@ impl<'a> Compiler<'a> {
         LayoutAt { data, scale }
     }
 
-    /// The input that forward left in high precision, quantised as the weight's gradient takes it.
+    /// The input that forward saved in high precision, quantised for the weight gradient.
     fn input_again(&mut self, index: usize, linear: usize, cast: &Cast, (flow, x): (FlowName, At)) -> LayoutAt {
         let mut buffer = || self.buffer(flow.scratch());
         let col = LayoutAt { data: buffer(), scale: buffer() };
@@ -191,7 +191,7 @@ impl<'a> Compiler<'a> {
         col
     }
 
-    /// The input that forward left in FP8, back in high precision.
+    /// The input that forward saved in FP8, dequantised.
     fn dequantized_input(&mut self, index: usize, linear: usize, x: LayoutAt) -> LayoutAt {
         let Some((spec, rows)) = self.facts.linears[linear].dequantize(false) else { return x };
         let at = DequantizePointers { q: x.data, out: self.for_weight_grad(linear), scale_inv: x.scale };
@@ -199,7 +199,7 @@ impl<'a> Compiler<'a> {
         LayoutAt::high(at.out)
     }
 
-    /// The weight as the input's gradient takes it.
+    /// The weight, for the gradient of the input.
     fn weight_operand(&mut self, index: usize, link: &Link) -> LayoutAt {
         let (op, number) = (&self.facts.linears[link.linear], link.linear as u16);
         let param = At::of(Port::Param(link.param as u16));
@@ -227,8 +227,8 @@ impl<'a> Compiler<'a> {
         }
     }
 
-    /// The gradient in FP8: as the op behind left it, or by a launch of its own. That one makes the scales f32 again that
-    /// were kept of the input as bytes.
+    /// The gradient in FP8: as the next op wrote it, or by a separate launch. That launch also unpacks the input's
+    /// scales that were saved as bytes.
     fn quantized_grad(
         &mut self,
         index: usize,
@@ -269,7 +269,8 @@ impl<'a> Compiler<'a> {
         layouts
     }
 
-    /// The gradient in FP8 as the call brings it, or as an activation left it, with the layout that the weight's gradient reads.
+    /// The gradient in FP8 as the call passes it, or as an activation wrote it, with the layout that the weight
+    /// gradient reads.
     fn given_grad(&mut self, index: usize, linear: usize, given: Layouts, kept: Option<&mut LayoutAt>) -> Layouts {
         let op = &self.facts.linears[linear];
         let mut layouts = given;
@@ -279,7 +280,7 @@ impl<'a> Compiler<'a> {
             if dy.usage().columnwise && (op.deferred || !given.col.is_some()) {
                 let spec = kind.transpose(op.outputs);
                 let data = self.for_weight_grad(linear);
-                // What waits brings nothing of the call's but what was saved.
+                // A delayed gradient has no tensors of the call except saved ones.
                 let copies = op.deferred || spec.block_scales;
                 let scale = if spec.block_scales { self.for_weight_grad(linear) } else { given.row.scale };
                 let at = TransposePointers { q: given.row.data, out_t: data, scale: given.row.scale, scale_t: scale };
@@ -298,7 +299,7 @@ impl<'a> Compiler<'a> {
         layouts
     }
 
-    /// One scale where a weight gradient that waits finds it.
+    /// Copies one scale for a delayed weight gradient.
     fn copied_scale(&mut self, index: usize, linear: usize, scale: At) -> At {
         let y = self.for_weight_grad(linear);
         let (input, cols) = (Float::F32, 1);
@@ -308,7 +309,7 @@ impl<'a> Compiler<'a> {
         y
     }
 
-    /// The gradient in high precision; copied where the weight's gradient waits for it.
+    /// The gradient in high precision; copied if the weight gradient is delayed.
     fn plain_grad(&mut self, index: usize, linear: usize, grad: &Value) -> Layouts {
         let row = LayoutAt::high(grad.high);
         let op = &self.facts.linears[linear];

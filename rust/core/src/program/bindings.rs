@@ -1,4 +1,4 @@
-//! What a call brings: addresses by port, and plans of weight gradients that go elsewhere than into tensors of their own.
+//! The arguments of a call: addresses by port, and plans of weight gradients that go into `main_grad`.
 
 use crate::base::pointer::{AddressTable, Addresses, DevPtr};
 use crate::program::pieces::Pieces;
@@ -12,7 +12,7 @@ use crate::runtime::lane::Workspace;
 pub struct CallTable {
     addresses: AddressTable,
     weight_grads: Vec<Option<WeightGradPlan>>,
-    /// Type of each of these results and whether it is added to, as numbers.
+    /// For each such result, its type and whether it is added to, as numbers.
     variants: Vec<u32>,
 }
 
@@ -32,7 +32,7 @@ impl CallTable {
     }
 }
 
-/// What one call brings; ports that it does not set are null.
+/// The arguments of one call; ports that it does not set are null.
 #[derive(Debug)]
 pub struct Bindings<'t, 'a> {
     ports: &'t PortNumbers,
@@ -49,12 +49,12 @@ impl<'a> Bindings<'_, 'a> {
         self.addresses.set(self.ports.of(port), address);
     }
 
-    /// Where a linear op's quantised weight is or goes.
+    /// The memory of a linear op's quantised weight.
     pub fn set_weight(&mut self, linear: usize, weight: &WeightBuffer<'a>) {
         self.set_layouts(linear, weight.row(), weight.col());
     }
 
-    /// The same by its layouts, of which those that the program does not read may be missing.
+    /// The same by layouts; layouts that the program does not read may be missing.
     pub fn set_layouts(&mut self, linear: usize, row: Quantized<'a>, col: Quantized<'a>) {
         let parts = [
             (LinearPort::Row, row.data),
@@ -74,7 +74,7 @@ impl<'a> Bindings<'_, 'a> {
         }
     }
 
-    /// The weight in high precision that is to be quantised there now.
+    /// The weight in high precision that this call quantises.
     pub fn set_fresh_weight(&mut self, linear: usize, weight: DevPtr<'a>) {
         self.set_linear(linear, [(LinearPort::Fresh, weight)]);
     }
@@ -96,7 +96,7 @@ impl<'a> Bindings<'_, 'a> {
         self.set_linear(linear, parts);
     }
 
-    /// What waits for a linear op's `backward_dw`.
+    /// The memory of a linear op's delayed weight gradient.
     pub fn set_deferred(&mut self, linear: usize, kept: DevPtr<'a>) {
         self.set_linear(linear, [(LinearPort::Deferred, kept)]);
     }
@@ -109,7 +109,7 @@ impl<'a> Bindings<'_, 'a> {
         self.weight_grads[linear] = Some(plan);
     }
 
-    /// The call's rows come in chunks, its result's leave so, or both.
+    /// Chunks in which rows of the input arrive or rows of the result leave.
     pub fn set_pieces(&mut self, pieces: Vec<Pieces>) {
         self.pieces = pieces;
     }

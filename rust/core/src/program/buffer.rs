@@ -1,10 +1,10 @@
-//! Private buffers of a program: which there are is compiled, how large they are and where they lie follows from the
-//! rows of a call.
+//! Private buffers of a program. Compilation decides which buffers there are; the rows of a call decide their sizes and
+//! places.
 
 use crate::program::port::Port;
 use crate::runtime::lane::aligned;
 
-/// A port and the bytes from its beginning, which no row count changes.
+/// A port and an offset in bytes, which does not depend on rows.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct At {
     pub(crate) port: Port,
@@ -32,9 +32,9 @@ impl At {
 pub(crate) enum Arena {
     /// Private memory of a flow, by the flow's number: buffers whose lives do not overlap share it.
     Scratch(u16),
-    /// What forward leaves to backward.
+    /// Tensors that forward saves for backward.
     Saved,
-    /// What a linear op's weight gradient is computed from when it is asked for.
+    /// Operands of a linear op's delayed weight gradient.
     Deferred(u16),
 }
 
@@ -52,7 +52,7 @@ pub(crate) struct Buffers {
     list: Vec<Buffer>,
 }
 
-/// Where the buffers of a program lie in their arenas for one row count.
+/// Places of a program's buffers in their arenas for one row count.
 #[derive(Debug)]
 pub(crate) struct Placement {
     pub(crate) offsets: Vec<usize>,
@@ -91,7 +91,7 @@ impl Buffers {
         self.list.iter().map(|buffer| buffer.arena)
     }
 
-    /// Lays buffers of `bytes` out for `flows` flows and `linears` linear ops.
+    /// Places buffers of `bytes` for `flows` flows and `linears` linear ops.
     pub(crate) fn place(&self, bytes: &[usize], flows: usize, linears: usize) -> Placement {
         let mut placement =
             Placement { offsets: vec![0; bytes.len()], scratch: vec![0; flows], saved: 0, deferred: vec![0; linears] };
@@ -108,7 +108,7 @@ impl Buffers {
         placement
     }
 
-    /// Scratch buffers, the largest first: each goes to the lowest gap among those that live with it.
+    /// Places scratch buffers, the largest first, each in the lowest gap among the buffers that live at the same time.
     fn share(&self, bytes: &[usize], placement: &mut Placement) {
         let mut order = Vec::with_capacity(self.list.len());
         for (index, (buffer, &bytes)) in self.list.iter().zip(bytes).enumerate() {
@@ -144,7 +144,7 @@ impl Buffers {
     }
 }
 
-/// A buffer that has its place: first and last step, and the bytes that it takes.
+/// A placed buffer: first and last step, and its range of bytes.
 #[derive(Clone, Copy, Debug)]
 struct Placed {
     first: usize,

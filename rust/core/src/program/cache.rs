@@ -1,4 +1,4 @@
-//! What a chain keeps between calls: its compiled programs, each with the row counts that it was sized for.
+//! The compiled programs that a chain keeps between calls, each with the row counts that it was sized for.
 
 use std::sync::Arc;
 
@@ -14,11 +14,11 @@ const PROGRAMS: usize = 64;
 /// Row counts of one program that are kept.
 const ROW_COUNTS: usize = 256;
 
-/// The compiled programs of one chain, with what its caller keeps of each (`C`). Who owns the chain owns them, so that a
-/// call finds its program without a lock.
+/// The compiled programs of one chain, with the caller's data for each (`C`). The owner of the chain owns them, so that
+/// a call finds its program without a lock.
 #[derive(Debug)]
 pub struct ProgramCache<C> {
-    /// The one used last at the end.
+    /// In order of use; the last used one is at the end.
     kept: Vec<KeptProgram<C>>,
 }
 
@@ -39,7 +39,7 @@ impl<C: AsRef<Program>> ProgramCache<C> {
         self.kept.last_mut()
     }
 
-    /// Keeps a program; with it, the one that was used longest ago where that has to go.
+    /// Keeps a program; returns it, and the least recently used one if it is evicted.
     pub fn insert(&mut self, compiled: Arc<C>) -> (&mut KeptProgram<C>, Option<Arc<C>>) {
         let former = (self.kept.len() >= PROGRAMS).then(|| self.kept.remove(0).compiled);
         let at = self.kept.len();
@@ -61,7 +61,7 @@ pub struct KeptProgram<C> {
 }
 
 impl<C: AsRef<Program>> KeptProgram<C> {
-    /// A program that was not sized yet.
+    /// A program that has not been sized yet.
     #[must_use]
     pub fn new(compiled: Arc<C>) -> Self {
         Self { compiled, sizes: Sizes::default() }
@@ -73,10 +73,10 @@ impl<C: AsRef<Program>> KeptProgram<C> {
         &self.compiled
     }
 
-    /// The program for an input of so many rows, kept from an earlier call or made now. The device must be current.
+    /// The program for a number of rows, kept from an earlier call or made now. The device must be current.
     ///
     /// # Errors
-    /// Row counts that an op does not take (naming the op), or what cuBLAS lacks.
+    /// Row counts that an op does not take (naming the op), or a product that cuBLAS lacks.
     #[inline]
     pub fn sized(&mut self, dispatcher: &mut Dispatcher, rows: usize) -> Result<Arc<SizedProgram>> {
         if let Some(sized) = self.sizes.get(rows) {
@@ -89,14 +89,14 @@ impl<C: AsRef<Program>> KeptProgram<C> {
         Ok(sized)
     }
 
-    /// Row counts that are kept, the one used last at the end.
+    /// The kept row counts, in order of use.
     #[must_use]
     pub fn row_counts(&self) -> Vec<usize> {
         self.sizes.row_counts()
     }
 }
 
-/// The row counts of a program that were sized; those used longest ago go first.
+/// The sized row counts of a program; the least recently used ones are evicted first.
 #[derive(Debug, Default)]
 struct Sizes {
     list: FxHashMap<usize, (Arc<SizedProgram>, u64)>,
@@ -127,7 +127,7 @@ impl Sizes {
         self.last = Some(Arc::clone(sized));
     }
 
-    /// The one used last at the end.
+    /// In order of use; the last used one is at the end.
     fn row_counts(&self) -> Vec<usize> {
         let mut list: Vec<(u64, usize)> = self.list.iter().map(|(&rows, &(_, used))| (used, rows)).collect();
         list.sort_unstable();

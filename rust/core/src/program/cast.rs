@@ -1,4 +1,4 @@
-//! The quantisation of an operand whose rows a call brings.
+//! The quantisation of an operand, for any number of rows.
 
 use crate::base::error::Result;
 use crate::ops::cast_groups::Gather;
@@ -7,24 +7,24 @@ use crate::quant::quantizer::{QuantGroups, QuantPlan, QuantSpec};
 use crate::recipe::definition::{Block, Scaling};
 use crate::recipe::usage::Usage;
 
-/// How an operand is quantised, whatever its rows.
+/// How an operand is quantised, for any number of rows.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Cast {
     spec: QuantSpec,
     edge: Edge,
-    /// Scales of the column layout are kept as bytes where that says all of them.
+    /// Scales of the column layout are stored as bytes if that is exact.
     byte_scales: bool,
 }
 
 impl Cast {
-    /// A quantisation of so many rows, whatever the spec's are.
+    /// The quantisation of a spec, for any number of rows.
     pub(crate) fn new(rows: Rows, spec: QuantSpec) -> Self {
         let (dtype, block, usage) = (spec.output, spec.quantization.block, spec.usage);
         let kind = Kind::Quantized(QuantizedKind { dtype, block, usage });
         Self { spec, edge: Edge { rows, cols: spec.cols, kind }, byte_scales: false }
     }
 
-    /// The same for a column layout that is kept: a quarter of the bytes for its scales, where they are powers of two.
+    /// The same for a saved column layout: scales that are powers of two take a quarter of the bytes.
     pub(crate) fn with_byte_scales(self) -> Self {
         let QuantSpec { scaling, quantization, usage, .. } = self.spec;
         let packs = self.spec.groups.is_none()
@@ -34,17 +34,17 @@ impl Cast {
         Self { byte_scales: packs && usage.columnwise, ..self }
     }
 
-    /// The same with one scale that is known before, as delayed scaling has it.
+    /// The same with one scale that is known beforehand, as under delayed scaling.
     pub(crate) fn with_known_scale(self) -> Self {
         Self { spec: QuantSpec { scaling: Scaling::Delayed, ..self.spec }, ..self }
     }
 
-    /// The same of rows that belong to groups.
+    /// The same for rows that belong to groups.
     pub(crate) fn of_groups(self, groups: Option<QuantGroups>) -> Self {
         Self { spec: QuantSpec { groups, ..self.spec }, ..self }
     }
 
-    /// The same of rows that are gathered from a tensor of tokens'.
+    /// The same for rows that are gathered from tokens.
     pub(crate) fn gathering(self, gather: Gather) -> Self {
         self.of_groups(self.spec.groups.map(|groups| QuantGroups { gather: Some(gather), ..groups }))
     }

@@ -1,4 +1,4 @@
-//! A chain of ops as it was written down: what each op is, how many tensors it takes, and how wide its output is.
+//! A chain of ops as it was built: each op, its number of tensors, and the width of its output.
 
 use te_fast_kernels::Float;
 
@@ -12,10 +12,10 @@ use crate::recipe::usage::Usage;
 
 pub(crate) const OP: &str = "ops";
 
-/// The experts of a linear op: a weight each, in one stack, and rows that follow each other as an extra input counts them.
+/// The experts of a linear op: a stack of weights, and adjacent rows that an extra input counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Groups {
-    /// How many.
+    /// Number of experts.
     pub count: usize,
     /// Slots of delayed scaling from one expert to the next, forward and backward.
     pub slots: [usize; 2],
@@ -24,8 +24,8 @@ pub struct Groups {
 /// One op of a chain.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Op {
-    /// `x · Wᵀ`; one parameter `[outputs, inputs]`. Of experts: a stack of them, and an extra input that counts the rows of
-    /// each on the device.
+    /// `x · Wᵀ`; one parameter `[outputs, inputs]`. With experts: a stack of weights, and an extra input that counts
+    /// the rows of each expert on the device.
     Linear {
         /// Columns of the input.
         inputs: usize,
@@ -34,7 +34,7 @@ pub enum Op {
         /// The experts; none for a weight that all rows share.
         groups: Option<Groups>,
     },
-    /// `x + b`; one parameter `[size]`. Of experts, right behind their linear op: one bias each, in one stack.
+    /// `x + b`; one parameter `[size]`. With experts, right behind their linear op: a stack of biases.
     Bias {
         /// Columns.
         size: usize,
@@ -54,7 +54,7 @@ pub enum Op {
     },
     /// An activation function; gated ones halve the columns.
     Activation {
-        /// Which, with its constants.
+        /// The function, with its constants.
         function: Activation,
         /// Columns of one half that alternate with those of the other; 0 for one half after the other.
         interleave: usize,
@@ -70,14 +70,14 @@ pub enum Op {
         /// The result goes into the extra input's memory.
         in_place: bool,
     },
-    /// Hands `x` out as well; one extra output.
+    /// Also returns `x`; one extra output.
     MakeExtraOutput {
-        /// Gradients are added in the memory of the extra output's.
+        /// Gradients are added in the memory of the extra output's gradient.
         in_place: bool,
     },
-    /// `x`, which an [`Op::AddResidual`] adds.
+    /// `x`, which an [`Op::AddResidual`] adds later.
     Residual,
-    /// `x`, plus what the [`Op::Residual`] at this index had.
+    /// `x` plus the value of the [`Op::Residual`] at this index.
     AddResidual {
         /// The index.
         begin: usize,
@@ -89,11 +89,11 @@ pub enum Op {
     },
     /// `x`.
     Identity,
-    /// The rows of tokens, each once for every expert that it goes to, those of an expert together. Two extra inputs: a mask
-    /// `[rows, experts]` and probabilities of the same shape. Ops behind it, up to [`Op::Unpermute`], take counts of experts'
-    /// rows and factors of rows from it, and no extra inputs for these.
+    /// The rows of tokens, one copy for every expert of a token, ordered by expert. Two extra inputs: a mask `[rows,
+    /// experts]` and probabilities of the same shape. Ops between it and [`Op::Unpermute`] take counts of experts' rows
+    /// and factors of rows from it, instead of from extra inputs.
     Permute {
-        /// How many experts.
+        /// Number of experts.
         experts: usize,
         /// The most experts of a token.
         topk: usize,
@@ -113,7 +113,7 @@ impl Op {
         }
     }
 
-    /// Whether the op works on each element by itself, so that a tensor without dimensions will do.
+    /// Whether the op is elementwise, so that it also takes a tensor without dimensions.
     #[must_use]
     pub const fn is_elementwise(&self) -> bool {
         match self {
@@ -125,13 +125,13 @@ impl Op {
         }
     }
 
-    /// Whether the op computes in the type of `torch.autocast`, whatever its input has.
+    /// Whether the op computes in the type of `torch.autocast`, for inputs of any type.
     #[must_use]
     pub const fn follows_autocast(&self) -> bool {
         matches!(self, Self::Linear { .. } | Self::Norm { .. } | Self::Activation { .. })
     }
 
-    /// Extra inputs of the op, where it is not behind an [`Op::Permute`].
+    /// Extra inputs of the op, if it is not behind an [`Op::Permute`].
     const fn extra_inputs(&self) -> usize {
         match self {
             Self::AddExtraInput { .. }
@@ -149,7 +149,7 @@ impl Op {
     }
 }
 
-/// An op with its name in messages and its place among the chain's tensors.
+/// An op with its name in messages and the indices of its tensors in the chain.
 #[derive(Clone, Debug)]
 pub struct Link {
     /// The op.
@@ -164,7 +164,7 @@ pub struct Link {
     pub extra_output: usize,
     /// Its number among the linear ops, or the next one's.
     pub linear: usize,
-    /// The [`Op::Permute`] whose rows it works on.
+    /// The [`Op::Permute`] whose rows the op works on.
     pub permuted_by: Option<usize>,
 }
 
@@ -234,14 +234,14 @@ impl Chain {
         (0..=self.links.len()).map(|index| self.rows_of(index).count(1)).max().unwrap_or(1)
     }
 
-    /// Whether no GEMM asks for a number of rows.
+    /// Whether all GEMMs take any number of rows.
     #[must_use]
     pub fn takes_any_rows(&self) -> bool {
         self.links.iter().any(|link| matches!(link.op, Op::Permute { .. }))
             && self.links.iter().all(|link| !matches!(link.op, Op::Linear { groups: None, .. }))
     }
 
-    /// Refuses permutations that do not go with what is behind them.
+    /// Refuses permutations that do not fit the ops behind them.
     ///
     /// # Errors
     /// Names the op.
@@ -316,7 +316,8 @@ impl Chain {
         &self.written_extra_inputs
     }
 
-    /// The bias that the product of the linear op at `index` adds: it is right behind, and of experts where the op is.
+    /// The bias that the product of the linear op at `index` adds: a bias right behind the op, with experts if the op
+    /// has experts.
     #[must_use]
     pub fn bias_behind(&self, index: usize) -> Option<usize> {
         let (Op::Linear { groups, .. }, Op::Bias { groups: biases, .. }) =
@@ -327,14 +328,14 @@ impl Chain {
         (groups.map(|groups| groups.count) == biases).then_some(index + 1)
     }
 
-    /// The activation before the linear op at `index` whose result that computes again in backward.
+    /// The activation before the linear op at `index` whose result backward computes again.
     #[must_use]
     pub fn recomputed_before(&self, index: usize) -> Option<usize> {
         let before = self.links[..index].iter().rposition(|link| link.op != Op::Identity)?;
         matches!(self.links[before].op, Op::Activation { recompute: true, .. }).then_some(before)
     }
 
-    /// Columns that the first op takes, if it takes a certain number.
+    /// Columns of the first op's input, if they are fixed.
     #[must_use]
     pub fn input_cols(&self) -> Option<usize> {
         match self.links.first()?.op {
@@ -351,8 +352,8 @@ impl Chain {
         self.linear_params.len()
     }
 
-    /// Whether the whole chain computes in the type of `torch.autocast`, so that its inputs may be cast to it at once: the
-    /// first op does, and no later one adds a tensor that keeps its own type.
+    /// Whether the whole chain computes in the type of `torch.autocast`, so that its inputs may be cast to it at once:
+    /// the first op computes in this type, and no later op adds a tensor that keeps its own type.
     #[must_use]
     pub fn follows_autocast(&self) -> bool {
         self.links.first().is_some_and(|first| first.op.follows_autocast()) && self.extra_inputs() == 0
@@ -364,7 +365,7 @@ impl Chain {
         &self.linear_params
     }
 
-    /// Refuses parameters whose shapes are not those of the ops.
+    /// Refuses parameters whose shapes do not fit the ops.
     ///
     /// # Errors
     /// Names the op.
@@ -387,7 +388,8 @@ impl Chain {
         Ok(())
     }
 
-    /// Columns of the edges for an input of `cols` columns: edge `i` is the input of op `i`, the last one the output.
+    /// Columns of the edges for an input of `cols` columns: edge `i` is the input of op `i`, and the last edge is the
+    /// output.
     ///
     /// # Errors
     /// An op that takes another number of columns; a residual connection that does not begin and end once.
@@ -426,7 +428,7 @@ impl Chain {
 }
 
 impl Link {
-    /// Refuses extra input `number` of the op's if it does not fit an edge of `rows` by `cols`.
+    /// Refuses extra input `number` of the op if it does not fit an edge of `rows` by `cols`.
     ///
     /// # Errors
     /// Names the op.
@@ -511,7 +513,7 @@ impl Link {
     }
 }
 
-/// What a program is compiled for, and found by.
+/// The key of a program: the properties that it is compiled for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ProgramKey {
     /// Epoch of the autocast region; none outside of one.
@@ -522,51 +524,51 @@ pub struct ProgramKey {
     pub activation: Float,
     /// Device of everything.
     pub device: Device,
-    /// Row counts that are no multiple of 8 are taken.
+    /// Whether row counts that are not multiples of 8 are accepted.
     pub any_rows: bool,
-    /// Gradient of the input.
+    /// Whether the gradient of the input is needed.
     pub input_grad: bool,
-    /// Type of each parameter, and whether its gradient is wanted.
+    /// Type of each parameter, and whether its gradient is needed.
     pub params: Vec<(Float, bool)>,
-    /// Type of each extra input, and whether its gradient is wanted.
+    /// Type of each extra input, and whether its gradient is needed.
     pub extras: Vec<(DType, bool)>,
     /// How each linear op is called.
     pub linears: Vec<LinearCall>,
-    /// What comes and goes in FP8.
+    /// Quantised inputs and results.
     pub outer: OuterKinds,
 }
 
-/// What a call brings and takes in FP8.
+/// The quantised inputs and results of a call.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct OuterKinds {
     /// The input is quantised already.
     pub input: Option<QuantizedKind>,
-    /// Layouts of an output that is to be quantised.
+    /// Layouts of a quantised output.
     pub output: Option<Usage>,
     /// The gradient of the output is quantised already.
     pub grad_output: Option<QuantizedKind>,
-    /// The gradient of the input is to be quantised.
+    /// The gradient of the input must be quantised.
     pub grad_input: bool,
 }
 
-/// What a call settles for one linear op beside its types.
+/// Options of a call for one linear op.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LinearCall {
-    /// The weight's gradient waits for `backward_dw`.
+    /// The weight gradient is delayed until `backward_dw`.
     pub deferred: bool,
     /// Backward reads the input in high precision and quantises it again; delayed scaling refuses it.
     pub save_original_input: bool,
 }
 
 impl ProgramKey {
-    /// Whether anything wants a gradient.
+    /// Whether any gradient is needed.
     #[must_use]
     pub fn any_grad(&self) -> bool {
         self.input_grad || self.params.iter().any(|&(_, grad)| grad) || self.extras.iter().any(|&(_, grad)| grad)
     }
 }
 
-/// Whether a parameter is of this shape; of experts, a stack of such, whose first two dimensions may be one.
+/// Whether a parameter has this shape; with experts, a stack of such, whose first two dimensions may be merged.
 fn fits_stack(shape: &[i64], groups: Option<usize>, one: &[usize]) -> bool {
     let is = |shape: &[i64], first: usize, rest: &[usize]| {
         shape.len() == rest.len() + 1

@@ -1,4 +1,4 @@
-//! Compiles a chain: the steps of both directions and of waiting weight gradients, and what a caller is told of them.
+//! Compiles a chain: the steps of both directions and of delayed weight gradients, and facts for the caller.
 
 use te_fast_kernels::Float;
 
@@ -11,15 +11,15 @@ use crate::program::port::{Outer, Port};
 use crate::program::work::{FlowName, Flows, Step};
 use crate::runtime::dispatcher::Dispatcher;
 
-/// A chain compiled for one key, for any rows.
+/// A chain compiled for one key, for any number of rows.
 #[derive(Debug)]
 pub(crate) struct Compiled {
     pub(crate) flows: Flows,
-    /// Where the output is: the output itself, or a tensor that it is the same as.
+    /// Place of the output: the output port, or a tensor that it is identical to.
     pub(crate) output: Port,
     /// The same for each extra output.
     pub(crate) extra_outputs: Vec<Port>,
-    /// Where the input's gradient is.
+    /// Place of the input's gradient.
     pub(crate) grad_input: Port,
     /// The same for each extra input.
     pub(crate) grad_extras: Vec<Port>,
@@ -32,7 +32,7 @@ pub(crate) struct Compiled {
 }
 
 impl Compiled {
-    /// Compiles `facts`; GEMMs hand FP8 over if `handovers` lets them and it pays.
+    /// Compiles `facts`; GEMMs hand FP8 over if `handovers` allows it and it pays.
     pub(crate) fn new(dispatcher: &mut Dispatcher, facts: &Facts, handovers: bool) -> Result<Self> {
         let forward = forward::compile(dispatcher, facts, handovers)?;
         let mut compiled = Self {

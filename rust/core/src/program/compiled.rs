@@ -20,21 +20,21 @@ use crate::quant::value::WeightLayout;
 use crate::recipe::definition::Recipe;
 use crate::runtime::dispatcher::Dispatcher;
 
-/// A step as `explain` shows it.
+/// A step for `explain`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Explained {
-    /// What is launched.
+    /// Names of the launches.
     pub text: &'static str,
-    /// First and last op that it computes.
+    /// First and last op that the step computes.
     pub ops: (usize, usize),
 }
 
-/// A chain compiled for one key, whatever the rows of a call.
+/// A chain compiled for one key, for any number of rows.
 #[derive(Debug)]
 pub struct Program {
     facts: Facts,
     compiled: Compiled,
-    /// The same without hand-overs, for row counts at which cuBLASLt has no such GEMM.
+    /// The same without hand-overs, for row counts for which cuBLASLt has no such GEMM.
     plain: OnceLock<Compiled>,
     grad_dtypes: Vec<Float>,
     extra_output_cols: Vec<usize>,
@@ -47,7 +47,8 @@ impl AsRef<Self> for Program {
     }
 }
 
-/// Elements of a value; no memory holds more, and the bytes of buffers below it can be computed without a check.
+/// Largest number of elements of a value. No memory holds more, and bytes of smaller buffers can be computed without
+/// overflow checks.
 const MAX_ELEMENTS: usize = 1 << 48;
 
 fn check_elements(what: &'static str, rows: usize, cols: usize) -> Result<()> {
@@ -61,7 +62,7 @@ impl Program {
     /// Compiles `chain`; in FP8 under `recipe`, in high precision without. The device must be current.
     ///
     /// # Errors
-    /// Ops that do not fit each other or the key (naming the op), or what the device or cuBLAS lacks.
+    /// Ops that do not fit each other or the key (naming the op), or a feature that the device or cuBLAS lacks.
     pub fn new(dispatcher: &mut Dispatcher, chain: &Chain, key: ProgramKey, recipe: Option<&Recipe>) -> Result<Self> {
         for link in chain.links() {
             if let Op::Linear { inputs, outputs, groups } = link.op {
@@ -83,7 +84,7 @@ impl Program {
         })
     }
 
-    /// The program for an input of so many rows.
+    /// The program for a number of rows.
     #[cold]
     pub(crate) fn size(&self, dispatcher: &mut Dispatcher, rows: usize) -> Result<SizedProgram> {
         let widest = self.facts.edges.iter().map(|edge| edge.cols).max().unwrap_or(0);
@@ -106,7 +107,7 @@ impl Program {
         Ok(self.plain.get_or_init(|| made))
     }
 
-    /// What it was compiled for.
+    /// The key of the program.
     #[must_use]
     pub const fn key(&self) -> &ProgramKey {
         &self.facts.key
@@ -118,7 +119,7 @@ impl Program {
         self.facts.recipe.as_ref()
     }
 
-    /// What a call brings, in memory that is kept between calls.
+    /// The arguments of a call, in memory that is kept between calls.
     #[must_use]
     pub fn call<'t, 'a>(&'t self, table: &'t mut CallTable) -> Bindings<'t, 'a> {
         table.fill(&self.facts.ports)
@@ -130,7 +131,7 @@ impl Program {
         self.facts.chain.written_extra_inputs()
     }
 
-    /// Where the output is: [`Port::Output`], or a tensor that it is the same as.
+    /// Place of the output: [`Port::Output`], or a tensor that it is identical to.
     #[must_use]
     pub const fn output(&self) -> Port {
         self.compiled.output
@@ -142,7 +143,7 @@ impl Program {
         &self.compiled.extra_outputs
     }
 
-    /// Where the input's gradient is: [`Port::GradInput`], or a tensor that it is the same as.
+    /// Place of the input's gradient: [`Port::GradInput`], or a tensor that it is identical to.
     #[must_use]
     pub const fn grad_input(&self) -> Port {
         self.compiled.grad_input
@@ -154,19 +155,19 @@ impl Program {
         &self.compiled.grad_extras
     }
 
-    /// The output in FP8, where the call asks for that.
+    /// The format of a quantised output, if the call asks for one.
     #[must_use]
     pub fn output_kind(&self) -> Option<QuantizedKind> {
         self.facts.output_kind()
     }
 
-    /// The gradient of the input in FP8, where the call asks for that.
+    /// The format of a quantised gradient of the input, if the call asks for one.
     #[must_use]
     pub fn grad_input_kind(&self) -> Option<QuantizedKind> {
         self.facts.grad_input_kind()
     }
 
-    /// Whether the last op's backward reads such a gradient as it is.
+    /// Whether the last op's backward reads a quantised gradient as it is.
     #[must_use]
     pub fn takes_grad(&self, kind: QuantizedKind) -> bool {
         self.facts.takes_grad(kind).is_some()
@@ -213,7 +214,7 @@ impl Program {
         self.facts.chain.linear_params()[linear]
     }
 
-    /// Whether a linear op's weight gradient waits for `backward_dw`.
+    /// Whether a linear op's weight gradient is delayed until `backward_dw`.
     #[must_use]
     pub fn is_deferred(&self, linear: usize) -> bool {
         self.facts.linears[linear].deferred
@@ -225,7 +226,7 @@ impl Program {
         self.facts.linears[linear].input_grad
     }
 
-    /// How many experts a linear op has; 1 for a dense one.
+    /// Number of experts of a linear op; 1 for a dense one.
     #[must_use]
     pub fn groups(&self, linear: usize) -> usize {
         self.facts.linears[linear].groups.map_or(1, |groups| groups.count)
@@ -237,14 +238,14 @@ impl Program {
         self.facts.linears[linear].weight_layout()
     }
 
-    /// How a linear op's weight is quantised, where that can be done with other weights; none for experts, 1 x 128 blocks
-    /// and in high precision.
+    /// How a linear op's weight is quantised together with other weights; none for experts, for 1 x 128 blocks and in
+    /// high precision.
     #[must_use]
     pub fn weight_cast(&self, linear: usize) -> Option<WeightCast> {
         self.facts.linears[linear].weight_cast()
     }
 
-    /// The GEMM of a weight gradient that goes into a buffer of the caller's: `main_grad`, added or set.
+    /// The GEMM of a weight gradient that is added to, or written to, the caller's `main_grad`.
     ///
     /// # Errors
     /// See [`Dispatcher::gemm`].

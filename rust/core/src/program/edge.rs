@@ -1,4 +1,4 @@
-//! Values between ops: how many rows and columns they have, how they are stored, and where.
+//! Values between ops: rows, columns, format and place.
 
 use te_fast_kernels::{Float, Fp8};
 
@@ -10,19 +10,19 @@ use crate::program::port::{Beside, Outer, Port};
 use crate::recipe::definition::Block;
 use crate::recipe::usage::Usage;
 
-/// A row count by name: what is compiled holds for any.
+/// A symbolic row count, since compiled code is valid for any number of rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Rows {
-    /// Those of the chain's input.
+    /// The rows of the chain's input.
     Input,
-    /// So many for each of the input's: the rows of experts, of tokens that go to that many.
+    /// A multiple of the input's rows: the rows of experts, for tokens with that many experts.
     Each(usize),
-    /// A count that no call changes: a weight's.
+    /// A constant count, as of a weight.
     Fixed(usize),
 }
 
 impl Rows {
-    /// How many, of an input of so many rows.
+    /// The count for an input with a number of rows.
     pub(crate) const fn count(self, input: usize) -> usize {
         match self {
             Self::Input => input,
@@ -48,12 +48,12 @@ pub struct QuantizedKind {
     pub dtype: Fp8,
     /// Elements that share a scale.
     pub block: Block,
-    /// Layouts that are there.
+    /// Layouts that exist.
     pub usage: Usage,
 }
 
 impl QuantizedKind {
-    /// How a value of so many columns is dequantised, whatever its rows.
+    /// How a value with a number of columns is dequantised, for any number of rows.
     pub(crate) const fn dequantize(self, cols: usize, output: Float) -> DequantizeSpec {
         let block = match self.block {
             Block::Tensor => None,
@@ -63,12 +63,12 @@ impl QuantizedKind {
         DequantizeSpec { rows: 0, cols, ld: cols, input: self.dtype, output, block }
     }
 
-    /// How its column layout is made of its row layout.
+    /// How its column layout is made from its row layout.
     pub(crate) const fn transpose(self, cols: usize) -> TransposeSpec {
         TransposeSpec { rows: 0, cols, padded: true, block_scales: matches!(self.block, Block::Square) }
     }
 
-    /// How many scales the row layout of so many rows and columns has; the column layout of the transposed tensor.
+    /// Number of scales of a row layout; for a column layout, pass the transposed sizes.
     #[must_use]
     pub fn scales(self, rows: usize, cols: usize) -> usize {
         match self.block {
@@ -80,7 +80,7 @@ impl QuantizedKind {
 }
 
 impl Kind {
-    /// Layouts that are there.
+    /// Layouts that exist.
     pub(crate) const fn usage(self) -> Usage {
         match self {
             Self::High(_) => Usage { rowwise: true, columnwise: false },
@@ -97,7 +97,7 @@ pub(crate) struct Edge {
     pub(crate) kind: Kind,
 }
 
-/// Where one layout of a value lies.
+/// The place of one layout of a value.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct LayoutAt {
     /// Elements.
@@ -117,7 +117,7 @@ impl LayoutAt {
     }
 }
 
-/// Where the layouts of a value in FP8 lie; those that its edge's kind does not name are nowhere.
+/// The places of the layouts of a value in FP8; layouts that the edge's kind does not have are [`Port::Null`].
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Layouts {
     pub(crate) row: LayoutAt,
@@ -125,7 +125,7 @@ pub(crate) struct Layouts {
 }
 
 impl Layouts {
-    /// Where a call brings a value in FP8, or takes it.
+    /// The places of a value in FP8 that a call passes or receives.
     pub(crate) fn outer(outer: Outer, kind: QuantizedKind) -> Self {
         let beside = |part| At::of(Port::Beside(outer, part));
         let shared = matches!(kind.block, Block::Tensor);
@@ -146,16 +146,16 @@ impl Layouts {
     }
 }
 
-/// A value as the ops before it left it.
+/// A value as earlier ops have written it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Value {
     /// In high precision.
     pub(crate) high: At,
-    /// In FP8, for the linear op that comes next.
+    /// In FP8, for the next linear op.
     pub(crate) quantized: Option<Layouts>,
-    /// Numbers of the rows, where `high` has those of tokens: the linear op that comes next gathers them as it quantises.
+    /// Numbers of the rows, if `high` has tokens' rows: the next linear op gathers these as it quantises.
     pub(crate) numbers: At,
-    /// The scale that this op quantises it with, where what computed it has found that.
+    /// The scale for the next linear op, if the op that computed the value has computed the scale, too.
     pub(crate) scale: Option<At>,
 }
 

@@ -1,4 +1,4 @@
-//! What both directions of a chain are compiled from.
+//! The common input of the compilation of both directions.
 
 use te_fast_kernels::constants::tile::TRANSPOSED_ALIGN;
 use te_fast_kernels::{Float, Fp8};
@@ -18,7 +18,7 @@ use crate::recipe::usage::Usage;
 use crate::runtime::dispatcher::Dispatcher;
 use crate::runtime::lane::Limits;
 
-/// A chain, a key, and what follows from the two.
+/// A chain, a key, and facts that follow from both.
 #[derive(Debug)]
 pub(crate) struct Facts {
     pub(crate) chain: Chain,
@@ -28,7 +28,7 @@ pub(crate) struct Facts {
     /// The input of each op, and the output.
     pub(crate) edges: Vec<Edge>,
     pub(crate) linears: Vec<LinearOp>,
-    /// For each op, and behind the last, whether anything before wants a gradient.
+    /// For each op, and after the last one, whether an earlier tensor needs a gradient.
     pub(crate) grads_before: Vec<bool>,
     pub(crate) limits: Limits,
     pub(crate) ports: PortNumbers,
@@ -76,7 +76,7 @@ impl Facts {
         error.within(self.label(index))
     }
 
-    /// Elements and type of a tensor of the call's, of those that backward reads, for `rows` rows.
+    /// Elements and type of a call's tensor that backward reads, for `rows` rows.
     pub(crate) fn extent_of(&self, port: Port, rows: usize) -> (usize, DType) {
         let key = &self.key;
         let activation = key.activation.into();
@@ -130,7 +130,7 @@ impl Facts {
         link.permuted_by.map_or(link.extra_input, |by| self.chain.links()[by].extra_input + 1)
     }
 
-    /// How the linear op at `index` gathers the rows of tokens; `all` of them, whatever their probability.
+    /// How the linear op at `index` gathers the rows of tokens; with `all`, also rows with probability 0.
     pub(crate) fn gather(&self, index: usize, all: bool) -> Gather {
         Gather { each: self.chain.rows_of(index).count(1), all }
     }
@@ -154,28 +154,28 @@ impl Facts {
         }
     }
 
-    /// How the output is quantised, with the layouts that are asked for.
+    /// How the output is quantised, with the requested layouts.
     pub(crate) fn output_cast(&self) -> Option<Cast> {
         let (recipe, usage) = (self.recipe.as_ref()?, self.key.outer.output?);
         let cols = self.edges.last()?.cols;
         Some(self.outer_cast(recipe, (recipe.input, recipe.fwd), cols, usage))
     }
 
-    /// What an output that is to be quantised is then.
+    /// The format of a quantised output.
     pub(crate) fn output_kind(&self) -> Option<QuantizedKind> {
         let (recipe, usage) = (self.recipe.as_ref()?, self.key.outer.output?);
         Some(QuantizedKind { dtype: recipe.fwd, block: recipe.input.block, usage })
     }
 
-    /// The same of the gradient of the input.
+    /// The same for the gradient of the input.
     pub(crate) fn grad_input_kind(&self) -> Option<QuantizedKind> {
         let usage = self.grad_input_cast()?.usage();
         let recipe = self.recipe.as_ref()?;
         Some(QuantizedKind { dtype: recipe.bwd, block: recipe.grad.block, usage })
     }
 
-    /// How the gradient of the input is quantised. Under delayed scaling, whose row layout may come out of a GEMM, in that
-    /// layout alone; blocks of 1x128 have a column layout of the original values only.
+    /// How the gradient of the input is quantised. Under delayed scaling it has only the row layout, which may come out
+    /// of a GEMM. Blocks of 1x128 need the original values for their column layout.
     pub(crate) fn grad_input_cast(&self) -> Option<Cast> {
         let recipe = self.recipe.as_ref().filter(|_| self.key.outer.grad_input && self.key.input_grad)?;
         let usage = Usage { rowwise: true, columnwise: !recipe.is_delayed() };
@@ -190,21 +190,22 @@ impl Facts {
         Cast::new(Rows::Input, spec)
     }
 
-    /// The linear op, maybe with a bias behind it, whose result is the chain's, if its GEMMs read a gradient in FP8: its
-    /// place among the ops.
+    /// Index of the linear op, maybe with a bias behind it, whose result is the chain's, if its GEMMs read a gradient
+    /// in FP8.
     pub(crate) fn takes_grad(&self, kind: QuantizedKind) -> Option<usize> {
         let links = self.chain.links();
         let recipe = self.recipe.as_ref()?;
         let mut behind = links.iter().enumerate().rev().filter(|(_, link)| link.op != Op::Identity);
         let (mut index, mut link) = behind.next()?;
         if let Op::Bias { .. } = link.op {
-            // The linear op's plans know of a bias right behind it.
+            // The linear op's plans include a bias right behind it.
             (index, link) = (index.checked_sub(1)?, links.get(index.checked_sub(1)?)?);
         }
         let Op::Linear { groups: None, .. } = link.op else { return None };
         let op = &self.linears[link.linear];
         let dy = op.dy()?;
-        // Blocks of 1x128 have a column layout of the original values only, and what waits is kept in memory of its own.
+        // Blocks of 1x128 need the original values for their column layout, and delayed gradients keep their operands
+        // in their own memory.
         let is_whole = kind.block != Block::Row || (kind.usage.columnwise && !op.deferred) || !dy.usage().columnwise;
         let fits = kind.usage.rowwise && kind.dtype == recipe.bwd && kind.block == recipe.grad.block && is_whole;
         fits.then_some(index)
@@ -220,7 +221,7 @@ fn linear_indices(chain: &Chain) -> impl Iterator<Item = usize> + '_ {
     chain.links().iter().enumerate().filter(|(_, link)| matches!(link.op, Op::Linear { .. })).map(|(index, _)| index)
 }
 
-/// For each op, and behind the last, whether anything before wants a gradient.
+/// For each op, and after the last one, whether an earlier tensor needs a gradient.
 fn grads_before(chain: &Chain, key: &ProgramKey) -> Vec<bool> {
     let mut wanted = key.input_grad;
     let mut list = vec![wanted];

@@ -1,4 +1,4 @@
-//! Compiles a chain's forward: which launches, on which places, and what they leave to backward.
+//! Compiles a chain's forward: the launches, their places, and the tensors that they save for backward.
 
 use te_fast_kernels::{Float, Fp8};
 
@@ -21,7 +21,7 @@ use crate::recipe::definition::{Quantization, Scaling};
 use crate::recipe::usage::Usage;
 use crate::runtime::dispatcher::Dispatcher;
 
-/// Compiles the forward; GEMMs hand FP8 over if `handovers` lets them and it turns out to pay.
+/// Compiles the forward; GEMMs hand FP8 over if `handovers` allows it and it pays.
 pub(crate) fn compile(dispatcher: &mut Dispatcher, facts: &Facts, handovers: bool) -> Result<Forward> {
     let mut compiler = Compiler::new(dispatcher, facts, handovers);
     if handovers && compiler.handovers_possible() {
@@ -50,7 +50,7 @@ impl Compiler<'_> {
         self.output(&value)
     }
 
-    /// The input: as the call brings it where a linear op takes it so, else in high precision.
+    /// The input: quantised as the call passes it if a linear op reads it so, else in high precision.
     fn input(&mut self) -> Value {
         let facts = self.facts;
         let Some(given) = facts.key.outer.input else { return Value::high(At::of(Port::Input)) };
@@ -69,7 +69,7 @@ impl Compiler<'_> {
         Value::high(to)
     }
 
-    /// The output: where the last op left it, or quantised.
+    /// The output: at the place where the last op wrote it, or quantised.
     fn output(&mut self, value: &Value) -> Result<()> {
         let facts = self.facts;
         let (Some(cast), Some(kind)) = (facts.output_cast(), facts.output_kind()) else {
@@ -78,7 +78,7 @@ impl Compiler<'_> {
         };
         self.out.output = Port::Output;
         if self.out.output_is_row {
-            return Ok(()); // the GEMM has stored it so
+            return Ok(()); // the GEMM has stored it in FP8
         }
         let last = facts.chain.links().len() - 1;
         let Some(linear) = facts.linears.len().checked_sub(1) else {
@@ -91,7 +91,7 @@ impl Compiler<'_> {
         Ok(())
     }
 
-    /// Compiles the op at `index` with what fuses behind it; returns the next op.
+    /// Compiles the op at `index` with the ops that fuse behind it; returns the next op.
     fn op(&mut self, index: usize, link: &Link, value: &mut Value) -> Result<usize> {
         match link.op {
             Op::Identity => Ok(index + 1),
@@ -191,7 +191,7 @@ impl Compiler<'_> {
         *value = Value { quantized: fp8.map(|_| to), scale: measured.map(|(at, _)| at), ..Value::high(y) };
     }
 
-    /// The addition whose result the norm at `index` takes.
+    /// The residual addition that fuses into the norm at `index`.
     fn before(&self, index: usize) -> usize {
         (0..index).rev().find(|&at| matches!(self.op_at(at), Some(Op::AddExtraInput { .. }))).unwrap_or(index)
     }
@@ -292,7 +292,8 @@ impl Compiler<'_> {
         *value = Value { quantized: fp8.map(|_| to), scale: measured.map(|(at, _)| at), ..Value::high(y) };
     }
 
-    /// Keeps an activation's input for backward in FP8 under current scaling, to save memory; how it is read again.
+    /// Saves an activation's input for backward in FP8 under current scaling, to save memory; returns how backward
+    /// reads it.
     fn keep_in_fp8(&mut self, index: usize, x: At) -> (DequantizeSpec, LayoutAt) {
         let (edge, input) = (self.facts.edges[index], self.facts.key.activation);
         let spec = QuantSpec {

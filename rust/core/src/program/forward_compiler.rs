@@ -1,4 +1,4 @@
-//! The state of a forward's compilation, and what its ops share: where values go, who takes them, what stays.
+//! The state of a forward's compilation, and helpers of its ops: places of values, their consumers, and saved tensors.
 
 use crate::ops::amax::ScaleRule;
 use crate::ops::dequantize::DequantizeSpec;
@@ -11,12 +11,12 @@ use crate::program::work::{FlowName, Flows, SlotAt, Step, Work};
 use crate::recipe::definition::{Quantization, Recipe, Scaling};
 use crate::runtime::dispatcher::Dispatcher;
 
-/// What an op's backward reads of its forward.
+/// The tensors of forward that an op's backward reads.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) enum Kept {
     #[default]
     Nothing,
-    /// The input of a linear op, as its weight's gradient takes it.
+    /// The input of a linear op, in the form for its weight gradient.
     Linear {
         x: LayoutAt,
     },
@@ -34,23 +34,23 @@ pub(crate) enum Kept {
     },
 }
 
-/// What backward is compiled from.
+/// The input of backward's compilation.
 #[derive(Debug, Default)]
 pub(crate) struct Left {
     /// Per op.
     pub(crate) kept: Vec<Kept>,
     /// Weights converted to the type of the activations, per linear op.
     pub(crate) converted: Vec<At>,
-    /// Numbers of the rows that a linear op gathers of its input, per linear op.
+    /// Numbers of the rows that a linear op gathers from its input, per linear op.
     pub(crate) numbers: Vec<At>,
     /// Of the permutations, per op.
     pub(crate) routes: Vec<Option<Route>>,
 }
 
-/// What a permutation leaves to the ops behind it.
+/// The buffers of a permutation for later ops.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Route {
-    /// Where each row goes.
+    /// The row map.
     pub(crate) map: At,
     /// The last row of each expert.
     pub(crate) ends: At,
@@ -58,7 +58,7 @@ pub(crate) struct Route {
     pub(crate) splits: At,
     /// Probabilities of rows.
     pub(crate) factors: At,
-    /// Numbers of rows; nowhere where the rows themselves are permuted.
+    /// Numbers of rows; null if the rows themselves are permuted.
     pub(crate) numbers: At,
 }
 
@@ -68,7 +68,7 @@ impl Left {
         self.routes.get(link.permuted_by?)?.as_ref()
     }
 
-    /// Counts of the rows of experts, as the op at `index` takes them.
+    /// Counts of the experts' rows for the op at `index`.
     pub(crate) fn splits_of(&self, facts: &Facts, index: usize) -> At {
         self.route_of(&facts.chain.links()[index]).map_or_else(|| facts.splits_of(index), |route| route.splits)
     }
@@ -85,7 +85,7 @@ impl Left {
 pub(crate) struct Forward {
     pub(crate) flows: Flows,
     pub(crate) left: Left,
-    /// Where the output is: the output itself, or a tensor that it is the same as.
+    /// Place of the output: the output port, or a tensor that it is identical to.
     pub(crate) output: Port,
     /// The same for each extra output.
     pub(crate) extra_outputs: Vec<Port>,
@@ -95,14 +95,14 @@ pub(crate) struct Forward {
     pub(crate) output_is_row: bool,
 }
 
-/// What a forward hands over in FP8 from GEMM to GEMM.
+/// Values that a forward hands over in FP8 from GEMM to GEMM.
 #[derive(Debug, Default)]
 pub(super) struct Handovers {
-    /// Rows of scales, one per value; nothing is handed over without.
+    /// Rows of scales, one per value; without it, no value is handed over.
     pub(super) table: At,
     /// The linear ops that take a value, by row.
     pub(super) takers: Vec<usize>,
-    /// Some value comes straight from a linear op, not from an activation behind one.
+    /// Some value comes straight from a linear op, not from an activation behind it.
     pub(super) direct: bool,
 }
 
@@ -113,11 +113,11 @@ pub(super) struct Compiler<'a> {
     pub(super) handovers: Handovers,
     /// GEMMs may store FP8.
     pub(super) stores_fp8: bool,
-    /// What residual connections add, by the op where they begin.
+    /// Values of residual connections, by the op where they begin.
     pub(super) residuals: Vec<At>,
 }
 
-/// FP8 output of a kernel that computes and quantises, and the slot that it does so with.
+/// FP8 output of a kernel that computes and quantises, and its slot.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Fused {
     pub(crate) layouts: Layouts,
@@ -203,7 +203,7 @@ impl<'a> Compiler<'a> {
         if kept { self.saved() } else { self.scratch() }
     }
 
-    /// Whether the backward of op `index` needs what its forward computed from.
+    /// Whether the backward of op `index` needs the operands of its forward.
     pub(super) fn runs_backward(&self, index: usize) -> bool {
         let (facts, link) = (self.facts, &self.facts.chain.links()[index]);
         let own = (link.param..link.param + link.op.params()).any(|param| facts.key.params[param].1);
@@ -221,7 +221,7 @@ impl<'a> Compiler<'a> {
         }
     }
 
-    /// The first op from `index` on that does more than hand its input on; and whether others than that op read it, too.
+    /// The first op from `index` on that is not an identity; and whether other ops read its input, too.
     pub(super) fn consumer(&self, mut index: usize) -> (usize, bool) {
         let mut handed_out = false;
         while let Some(Op::Identity | Op::MakeExtraOutput { .. } | Op::Residual) = self.op_at(index) {
@@ -231,7 +231,7 @@ impl<'a> Compiler<'a> {
         (index, handed_out)
     }
 
-    /// Where the value of edge `index` goes.
+    /// The place for the value of edge `index`.
     pub(super) fn place_of(&mut self, index: usize) -> At {
         let mut first = index;
         while let Some(Op::Identity | Op::Residual) = self.op_at(first) {
@@ -258,8 +258,8 @@ impl<'a> Compiler<'a> {
         (matches!(link.op, Op::Linear { groups: None, .. }) && delayed).then_some((link.linear, handed_out))
     }
 
-    /// Where what computes edge `index` leaves the scale that the linear op behind it quantises with, and how that follows from
-    /// the maximum: under current scaling, so that nothing is read for its maximum alone.
+    /// The place where the op that computes edge `index` writes the scale for the linear op behind it, and the scale's
+    /// rule. Only under current scaling: no launch then reads the tensor just for its maximum.
     pub(super) fn measured(&mut self, index: usize) -> Option<(At, ScaleRule)> {
         let (consumer, _) = self.consumer(index);
         let link = self.link(consumer)?;
@@ -271,7 +271,7 @@ impl<'a> Compiler<'a> {
         quantizes.then(|| (self.scratch(), rule))
     }
 
-    /// Says why a value is quantised by a launch of its own.
+    /// Notes why a value is quantised by a separate launch.
     pub(super) fn note_unfused(&mut self, index: usize, what: &str) {
         let (consumer, _) = self.consumer(index + 1);
         let Some(link) = self.link(consumer).filter(|link| matches!(link.op, Op::Linear { .. })) else { return };
@@ -287,7 +287,7 @@ impl<'a> Compiler<'a> {
         self.out.notes.push(note);
     }
 
-    /// Where the layouts of a linear op's input go.
+    /// The places for the layouts of a linear op's input.
     pub(super) fn fused(&mut self, linear: usize) -> Fused {
         let op = &self.facts.linears[linear];
         let Some(casts) = &op.casts else { return Fused::NONE };
@@ -296,7 +296,7 @@ impl<'a> Compiler<'a> {
             col = LayoutAt { data: self.saved(), scale: self.saved() };
         }
         let data = self.buffer(op.keeps_row());
-        // One scale serves both layouts of a tensor, and backward reads it from what is kept.
+        // Both layouts of a tensor share one scale, and backward reads it from a saved buffer.
         let shared = col.is_some() && casts.x.shares_scale();
         let scale = if shared { col.scale } else { self.buffer(op.keeps_row()) };
         Fused::of_input(linear, Layouts { row: LayoutAt { data, scale }, col })

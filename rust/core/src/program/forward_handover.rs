@@ -1,4 +1,4 @@
-//! Hand-over of FP8 from one linear op's GEMM to the next: delayed scaling knows the scale before the value is there.
+//! Hand-over of FP8 from one linear op's GEMM to the next: under delayed scaling the scale is known before the value.
 
 use crate::base::error::{ErrorKind, Result};
 use crate::gemm::problem::Epilogue;
@@ -12,11 +12,11 @@ use crate::program::port::{Beside, LinearPort, Outer, Port};
 use crate::program::work::{FlowName, Step, Work};
 use crate::recipe::definition::Recipe;
 
-/// Rows of the GEMM that is asked for to see whether cuBLASLt has it with an FP8 result.
+/// Rows of a trial GEMM, by which te_fast finds out whether cuBLASLt has it with an FP8 result.
 pub(crate) const PROBE_ROWS: usize = 128;
 
 impl Compiler<'_> {
-    /// Whether some linear op could take its input so: no backward reads it.
+    /// Whether some linear op could take its input by hand-over, since no backward reads that input.
     pub(super) fn handovers_possible(&self) -> bool {
         self.facts.recipe.as_ref().is_some_and(Recipe::is_delayed)
             && self.facts.linears.iter().skip(1).any(|taker| !taker.weight_grad)
@@ -28,14 +28,14 @@ impl Compiler<'_> {
         self.handovers.takers.len() > 1 || self.handovers.direct
     }
 
-    /// The first step lays out the scales of whatever is handed over later.
+    /// The first step arranges the scales of all values that are handed over later.
     pub(super) fn begin_handovers(&mut self) {
         self.handovers.table = self.scratch();
         let step = self.handover(false);
         self.out.flows.push(FlowName::Forward, step);
     }
 
-    /// The last one raises the maxima.
+    /// The last step raises the maxima.
     pub(super) fn end_handovers(&mut self) {
         let (first, last) = (self.handover(false), self.handover(true));
         self.out.flows.replace_first(FlowName::Forward, first);
@@ -43,7 +43,7 @@ impl Compiler<'_> {
         self.out.hands_over = true;
     }
 
-    /// The launch before the GEMMs, or the one behind.
+    /// The launch before the GEMMs, or after them.
     fn handover(&self, after: bool) -> Step {
         let takers = self.handovers.takers.iter();
         let slots = takers.map(|&linear| slot(linear, LinearPort::InputScale, LinearPort::InputAmax)).collect();
@@ -52,8 +52,8 @@ impl Compiler<'_> {
         Step { work: Work::Handover { table: self.handovers.table, slots, after }, rows: Rows::Input, ops, text }
     }
 
-    /// The result of the GEMM of the op at `index` and its tail in FP8, for the linear op that takes edge `next`, where
-    /// nothing else reads the value.
+    /// The result of the GEMM of the op at `index` and its tail in FP8, for the linear op that takes edge `next`, if no
+    /// other op reads the value.
     pub(super) fn hand_over(&mut self, index: usize, next: usize, tail: Tail) -> Result<Option<Layouts>> {
         let (Some((taker, false)), Some(recipe)) = (self.fp8_consumer(next), self.facts.recipe.as_ref()) else {
             return Ok(None);
@@ -82,8 +82,8 @@ impl Compiler<'_> {
         Ok(Some(Layouts { row, col: LayoutAt::default() }))
     }
 
-    /// The result of the GEMM of the op at `index` and its tail in FP8, where it is the chain's output and that is to be
-    /// quantised by a scale that is known.
+    /// The result of the GEMM of the op at `index` and its epilogue in FP8, if it is the chain's quantised output and
+    /// its scale is known beforehand.
     pub(super) fn store_output(&mut self, index: usize, next: usize, tail: Tail) -> Result<Option<Layouts>> {
         let facts = self.facts;
         let (Some(kind), Some(recipe)) = (facts.output_kind(), facts.recipe.as_ref()) else { return Ok(None) };
@@ -104,7 +104,7 @@ impl Compiler<'_> {
         Ok(Some(Layouts::outer(Outer::Output, kind)))
     }
 
-    /// The launch before such a GEMM, or the one behind it.
+    /// The launch before such a GEMM, or after it.
     pub(super) fn output_scale(&mut self, index: usize, linear: usize, after: bool) {
         let table = At::of(Port::Beside(Outer::Output, Beside::RowScale));
         let slots = vec![slot(linear, LinearPort::OutputScale, LinearPort::OutputAmax)];

@@ -1,4 +1,4 @@
-//! Compiles the forward of linear ops: operands, what fuses behind the GEMM, and where the result goes.
+//! Compiles the forward of linear ops: operands, epilogues of the GEMM, and the place of the result.
 
 use te_fast_kernels::Float;
 
@@ -17,7 +17,7 @@ use crate::program::port::{LinearPort, Port};
 use crate::program::work::{SlotAt, Work, quantised};
 use crate::quant::quantizer::QuantPointers;
 
-/// What a GEMM and its tail are called, by the precision of the result.
+/// Name of a GEMM with its epilogue, by the precision of the result.
 struct Text {
     high: &'static str,
     fp8: &'static str,
@@ -76,8 +76,8 @@ impl Compiler<'_> {
         Ok(next)
     }
 
-    /// What is fused behind the GEMM of the linear op at `index`, where the result goes if that is settled by it, the
-    /// next op, and the name of the whole.
+    /// The epilogue of the GEMM of the linear op at `index`, the place of the result if the epilogue decides it, the
+    /// next op, and the name of the launch.
     fn tail(&mut self, index: usize) -> (Tail, Option<At>, usize, Text) {
         let mut tail = Tail { bias: false, alpha: 1.0, epilogue: Epilogue::None, accumulate: false };
         let mut next = index + 1;
@@ -120,7 +120,7 @@ impl Compiler<'_> {
         (tail, None, next, text)
     }
 
-    /// cuBLASLt's epilogue for the activation at `index`: where backward needs its input, it is not computed away.
+    /// cuBLASLt's epilogue for the activation at `index`; none if backward needs the activation's input.
     fn epilogue(&mut self, index: usize) -> Option<Epilogue> {
         let Some(Op::Activation { function, scaled: false, .. }) = self.op_at(index) else { return None };
         let epilogue = match function {
@@ -140,7 +140,7 @@ impl Compiler<'_> {
         None
     }
 
-    /// The input of a linear op in FP8: as the op before left it, or by a launch of its own.
+    /// The input of a linear op in FP8: as the previous op wrote it, or by a separate launch.
     fn quantized_input(&mut self, index: usize, linear: usize, cast: &Cast, value: &mut Value) -> LayoutAt {
         let layouts = if let Some(layouts) = value.quantized.take() {
             layouts
@@ -171,7 +171,7 @@ impl Compiler<'_> {
         layouts.row
     }
 
-    /// The weight: quantised if the kept one does not serve, or converted, or as it is.
+    /// The weight: quantised unless the kept FP8 weight is used, or converted, or as it is.
     fn weight_operand(&mut self, index: usize, link: &Link) -> LayoutAt {
         let (op, number) = (&self.facts.linears[link.linear], link.linear as u16);
         let param = At::of(Port::Param(link.param as u16));
@@ -198,7 +198,7 @@ impl Compiler<'_> {
         LayoutAt::high(to)
     }
 
-    /// A bias in the type that the GEMM takes.
+    /// A bias in the GEMM's type.
     fn bias(&mut self, index: usize) -> At {
         let link = &self.facts.chain.links()[index];
         let (input, output): (Float, Float) =

@@ -1,4 +1,4 @@
-//! A linear op inside a program: how its operands are quantised, and which GEMMs run, in FP8 or in high precision.
+//! A linear op inside of a program: the quantisation of its operands, and its GEMMs, in FP8 or in high precision.
 
 use std::sync::Arc;
 
@@ -27,7 +27,7 @@ use crate::recipe::definition::{BackwardOverride, Block, PerGemm, Quantization, 
 use crate::recipe::usage::{Needs, Usage, Usages};
 use crate::runtime::dispatcher::Dispatcher;
 
-/// Every pointer of a GEMM is at least this aligned: torch and te_fast allocate so.
+/// Alignment of all pointers of a GEMM, which torch's and te_fast's allocations have.
 pub(crate) const ALIGNMENT: u16 = 256;
 
 /// Layout of an input that is quantised again in backward.
@@ -40,13 +40,13 @@ pub(crate) struct Casts {
     pub(crate) x: Cast,
     pub(crate) w: QuantPlan,
     pub(crate) dy: Option<Cast>,
-    /// The input once more, in backward, where forward leaves it in high precision.
+    /// Quantisation of the input in backward, if forward saves it in high precision.
     pub(crate) x_again: Option<Cast>,
     pub(crate) usages: Usages,
     any_rows: bool,
 }
 
-/// What the GEMMs of a linear op's backward multiply.
+/// Operands of the GEMMs in a linear op's backward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum BackwardOperands {
     /// All in FP8.
@@ -69,11 +69,11 @@ pub(crate) struct LinearOp {
     pub(crate) activation: Float,
     pub(crate) weight: Float,
     pub(crate) device: Device,
-    /// Gradient of the input is wanted.
+    /// Whether the gradient of the input is needed.
     pub(crate) input_grad: bool,
-    /// Gradient of the weight is wanted.
+    /// Whether the gradient of the weight is needed.
     pub(crate) weight_grad: bool,
-    /// And waits for `backward_dw`.
+    /// Whether the weight gradient is delayed until `backward_dw`.
     pub(crate) deferred: bool,
     /// Factor of the gradients: a [`Op::ConstantScale`] behind the op is not launched in backward.
     pub(crate) alpha: f32,
@@ -86,7 +86,7 @@ pub(crate) struct LinearOp {
 }
 
 impl LinearOp {
-    /// The linear op at `index` of `chain`; with whether anything before it wants a gradient, and the device's
+    /// The linear op at `index` of `chain`, from whether an earlier tensor needs a gradient, and the device's
     /// multiprocessors.
     pub(crate) fn new(
         chain: &Chain,
@@ -122,7 +122,7 @@ impl LinearOp {
             alpha,
             casts: None,
             given: None,
-            // What nothing before wants a gradient for leaves nothing to compute it from.
+            // If no earlier tensor needs a gradient, forward saves nothing for it.
             recomputed: chain.recomputed_before(index).filter(|_| input_grad),
         };
         if let Some(recipe) = recipe {
@@ -144,7 +144,7 @@ impl LinearOp {
         Ok(op)
     }
 
-    /// Takes the input as the call brings it: quantised as the recipe asks for. In high precision it is dequantised before.
+    /// Takes a quantised input of the call, in the recipe's format. In high precision it is dequantised before.
     pub(crate) fn take(&mut self, given: QuantizedKind) -> Result<()> {
         let Some(casts) = &mut self.casts else { return Ok(()) };
         let Recipe { fwd, input, .. } = casts.recipe;
@@ -189,7 +189,7 @@ impl LinearOp {
             .of_groups(groups(Division::Equal, |groups| groups.slots[0]))
             .plan(self.outputs)?;
         let dy = usages.grad_output();
-        // The biases of experts are summed by a launch of their own.
+        // A separate launch sums the gradients of experts' biases.
         let bias_grad = bias_grad && self.groups.is_none();
         let grad = || {
             let grad = cast((self.rows, self.outputs), self.activation, (recipe.grad, recipe.bwd), dy, bias_grad);
@@ -215,7 +215,7 @@ impl LinearOp {
         casts.map_or(Ok(()), |casts| check_rows(&casts.recipe, rows, casts.any_rows))
     }
 
-    /// Type that a bias must come in.
+    /// Required type of a bias.
     pub(crate) fn bias_dtype(&self) -> Float {
         match (&self.casts, fp8_gemms::bias_dtype(self.activation)) {
             (None, _) => self.activation,
@@ -224,7 +224,7 @@ impl LinearOp {
         }
     }
 
-    /// What its backward multiplies.
+    /// Operands of its backward.
     pub(crate) fn backward(&self) -> BackwardOperands {
         match self.casts.as_ref().map(|casts| casts.recipe.backward_override) {
             None | Some(BackwardOverride::HighPrecision) => BackwardOperands::High,
@@ -233,7 +233,7 @@ impl LinearOp {
         }
     }
 
-    /// Whether forward leaves the row layout of the input to backward.
+    /// Whether forward saves the row layout of the input for backward.
     pub(crate) fn keeps_row(&self) -> bool {
         self.weight_grad
             && match self.backward() {
@@ -243,13 +243,13 @@ impl LinearOp {
             }
     }
 
-    /// How backward makes the column layout of an input that came without.
+    /// How backward makes a missing column layout of a quantised input.
     pub(crate) fn transposes_input(&self) -> Option<TransposeSpec> {
         let given = self.given.filter(|given| !given.usage.columnwise)?;
         (self.backward() == BackwardOperands::Quantized).then(|| given.transpose(self.inputs))
     }
 
-    /// Whether forward leaves the input in high precision to backward.
+    /// Whether forward saves the input in high precision for backward.
     pub(crate) fn keeps_high(&self) -> bool {
         self.reads_high() && self.recomputed.is_none()
     }
@@ -261,22 +261,22 @@ impl LinearOp {
             && (self.backward() == BackwardOperands::High || self.x_again().is_some())
     }
 
-    /// Quantises the input once more in backward, where forward leaves it in high precision.
+    /// Quantises the input in backward, if forward saves it in high precision.
     pub(crate) fn x_again(&self) -> Option<&Cast> {
         self.casts.as_ref()?.x_again.as_ref()
     }
 
-    /// The quantisation of the gradient, where GEMMs read it in FP8.
+    /// The quantisation of the gradient, if GEMMs read it in FP8.
     pub(crate) fn dy(&self) -> Option<&Cast> {
         self.casts.as_ref()?.dy.as_ref()
     }
 
-    /// The input's quantisation, if its scales are kept as bytes.
+    /// The input's quantisation, if its scales are saved as bytes.
     pub(crate) fn packed_input(&self) -> Option<&Cast> {
         self.casts.as_ref().map(|casts| &casts.x).filter(|x| x.has_byte_scales() && self.given.is_none())
     }
 
-    /// The quantised input, or weight, back in the type of the activations; none in high precision.
+    /// Dequantisation of input or weight to the type of the activations; none in high precision.
     pub(crate) fn dequantize(&self, of_weight: bool) -> Option<(DequantizeSpec, Rows)> {
         let Casts { recipe, .. } = self.casts.as_ref()?;
         let (rows, quantization) =
@@ -290,7 +290,7 @@ impl LinearOp {
         self.outputs * self.groups.map_or(1, |groups| groups.count)
     }
 
-    /// How the weight is quantised, where a launch can do that with other weights.
+    /// How the weight is quantised together with other weights, if a launch can do that.
     pub(crate) fn weight_cast(&self) -> Option<WeightCast> {
         let Casts { recipe, .. } = self.casts.as_ref().filter(|_| self.groups.is_none())?;
         let Quantization { power_2_scale: pow2, amax_epsilon: eps, block } = recipe.weight;
@@ -320,9 +320,9 @@ pub struct WeightCast {
     pub cols: usize,
     /// Type of the weight.
     pub input: Float,
-    /// Type that it is cast to.
+    /// Type of the cast.
     pub output: Fp8,
-    /// Where its scales come from.
+    /// Source of its scales.
     pub scales: ManyScales,
 }
 
@@ -341,7 +341,7 @@ impl WeightCast {
         (self.input, self.output, self.scales) == (other.input, other.output, other.scales)
     }
 
-    /// The weight at `x` into `weight`, with its slot of delayed scaling.
+    /// Quantises the weight at `x` into `weight`, with its slot of delayed scaling.
     #[must_use]
     pub fn of<'a>(&self, x: DevPtr<'a>, weight: &WeightBuffer<'a>, slot: Slot<'a>) -> TensorCast<'a> {
         let (row, col) = (weight.row(), weight.col());
@@ -361,7 +361,7 @@ impl WeightCast {
     }
 }
 
-/// What is fused behind a forward GEMM.
+/// The epilogue of a forward GEMM.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Tail {
     pub(crate) bias: bool,
@@ -370,12 +370,12 @@ pub(crate) struct Tail {
     pub(crate) accumulate: bool,
 }
 
-/// One of the three GEMMs of a linear op, whatever its rows.
+/// One of the three GEMMs of a linear op, for any number of rows.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Product {
-    /// `x · Wᵀ`, with what is fused behind it; into FP8 for an op that takes it so.
+    /// `x · Wᵀ` with its epilogue; into FP8 if the next op takes FP8.
     Forward { tail: Tail, into: Option<Fp8> },
-    /// `dy · W`, set or added; into FP8 where the gradient leaves the chain so.
+    /// `dy · W`, written or added; into FP8 if the chain returns a quantised gradient.
     InputGrad { accumulate: bool, into: Option<Fp8> },
     /// `dyᵀ · x` into a tensor of the weight's type.
     WeightGrad,
@@ -479,7 +479,7 @@ impl LinearOp {
 
 /// The products of experts.
 impl LinearOp {
-    /// How the operands of a product are scaled, and their types: of the gradient or the input, and of what it meets.
+    /// How the operands of a product are scaled, and their types: of gradient or input, and of the other operand.
     fn grouped_operands(&self, backward: bool) -> (GroupedScaling, DType, DType) {
         let quantized = !backward || self.backward() == BackwardOperands::Quantized;
         match self.casts.as_ref().filter(|_| quantized) {

@@ -1,7 +1,6 @@
-//! Chains of ops compiled to programs: each direction is a list of launches on places that are fixed beforehand.
-//!
-//! [`Chain`] is what was written down, [`ProgramKey`] what a call looks like, [`Program`] what was decided for it, and
-//! [`SizedProgram`] what runs for a row count. A call brings addresses ([`Bindings`]); nothing is decided in it.
+//! Chains of ops, compiled to programs: each direction is a list of launches on places that are decided beforehand. A
+//! [`Chain`] lists ops, a [`ProgramKey`] describes a call, a [`Program`] is compiled for a key, and a [`SizedProgram`]
+//! runs for one row count. A call passes addresses ([`Bindings`]) and decides nothing.
 
 mod backward;
 mod backward_compiler;

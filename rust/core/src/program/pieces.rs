@@ -1,7 +1,6 @@
-//! A product whose rows come, or are taken away, in chunks by another stream, beside the product of other chunks.
-//!
-//! Ranks have shares of the rows, in their order, and a chunk has some rows of each share. So a chunk is a piece of every
-//! share. The pieces of a product have the same bits as the whole: each row has its own sums.
+//! A product whose rows arrive or leave in chunks on another stream, while the product of other chunks runs. Ranks have
+//! shares of the rows, in order, and a chunk is a piece of every share. The pieces of a product have the bits of the
+//! whole, since each row has its own sums.
 
 use std::sync::Arc;
 
@@ -16,27 +15,28 @@ use crate::program::linear_op::Product;
 use crate::program::port::Port;
 use crate::program::work::{Step, Work};
 
-/// Whether chunks come before the product reads them, or leave when it has written them.
+/// The direction of chunks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Travel {
-    /// The product reads what another stream brings.
+    /// Another stream writes the chunks that the product reads.
     Arriving,
-    /// Another stream reads what the product writes.
+    /// Another stream reads the chunks that the product writes.
     Leaving,
 }
 
-/// Chunks of a call's rows, and the event of each: recorded where it has come, or to be recorded where it may go.
+/// Chunks of a call's rows, and the event of each: recorded when an arriving chunk is complete, or recorded here when a
+/// leaving chunk is.
 #[derive(Clone, Debug)]
 pub struct Pieces {
     travel: Travel,
     shares: usize,
     events: Vec<Event>,
-    /// The product of one piece; none where no product is cut.
+    /// The product of one piece; none if no product is cut.
     plan: Option<Arc<GemmPlan>>,
 }
 
 impl Pieces {
-    /// As many chunks as events; each has a piece of each of `shares` equal parts of the rows.
+    /// One chunk per event; each has a piece of each of `shares` equal parts of the rows.
     #[must_use]
     pub fn new(travel: Travel, shares: usize, events: impl IntoIterator<Item = Event>) -> Self {
         Self { travel, shares, events: events.into_iter().collect(), plan: None }
@@ -46,7 +46,7 @@ impl Pieces {
         self.travel
     }
 
-    /// The problem of one piece, where the whole can be cut so.
+    /// The problem of one piece, if the whole can be cut.
     pub(crate) fn problem_of(&self, whole: &Problem) -> Result<Option<Problem>> {
         let count = self.events.len() * self.shares;
         if count == 0 || !whole.m.is_multiple_of(count) {
@@ -69,7 +69,7 @@ impl Pieces {
         self.plan.is_some()
     }
 
-    /// Runs the product piece by piece, in the order in which chunks come or are to leave.
+    /// Runs the product piece by piece, in the order of the chunks.
     pub(crate) fn run(&self, target: &mut Target<'_>, io: &GemmPointers<DevPtr<'_>>) -> Result<()> {
         let Some(plan) = &self.plan else { return Err(Error::state(OP, "chunks without a plan; report this")) };
         let problem = plan.problem();
@@ -89,7 +89,7 @@ impl Pieces {
         Ok(())
     }
 
-    /// Waits for all chunks, where no product is cut.
+    /// Waits for all chunks, if no product is cut.
     pub(crate) fn before(&self, target: &mut Target<'_>) -> Result<()> {
         if self.travel == Travel::Leaving {
             return Ok(());
@@ -97,7 +97,7 @@ impl Pieces {
         self.events.iter().try_for_each(|&event| each(target, event, wait_until))
     }
 
-    /// Lets all chunks go, where no product is cut.
+    /// Records the events of all chunks, if no product is cut.
     pub(crate) fn behind(&self, target: &mut Target<'_>) -> Result<()> {
         if self.travel == Travel::Arriving {
             return Ok(());
@@ -106,7 +106,7 @@ impl Pieces {
     }
 }
 
-/// Hands an event to the stream; the host has none, and has done everything.
+/// Applies an event to the stream; the host has no events, and has finished its work already.
 fn each(target: &mut Target<'_>, event: Event, act: fn(Stream, Event) -> Result<()>) -> Result<()> {
     match &target.backend {
         Backend::Cuda(queue) => act(queue.stream, event),
@@ -114,24 +114,24 @@ fn each(target: &mut Target<'_>, event: Event, act: fn(Stream, Event) -> Result<
     }
 }
 
-/// Which launches of a flow can be cut.
+/// The launches of a flow that can be cut.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Cuts {
     arriving: Option<usize>,
     leaving: Option<usize>,
-    /// Launches before the one of `arriving` that read what comes, too, and may run behind it.
+    /// Launches before `arriving` that also read the arriving rows, and may run after it.
     late: Vec<usize>,
 }
 
 impl Cuts {
-    /// Of a flow whose input is `comes` and whose result is `goes`.
+    /// The cuts of a flow with input `comes` and result `goes`.
     pub(crate) fn new(steps: &[Step], comes: Port, goes: Port) -> Self {
         let reads = |step: &Step| {
             let mut found = false;
             step.work.each(|at| found |= at.port == comes);
             found
         };
-        // A transpose has no memory but its result's, which lives on behind the product.
+        // A transpose only uses the memory of its result, which outlives the product.
         let moves = |step: &Step| matches!(step.work, Work::Transpose { .. });
         let arriving = steps.iter().position(|step| reads(step) && !moves(step));
         let arriving = arriving.filter(|&at| product_of(&steps[at]).is_some_and(|io| io.0 == comes && io.1 != comes));
@@ -148,13 +148,13 @@ impl Cuts {
         }
     }
 
-    /// Launches that wait until the product of what arrives has run.
+    /// Launches that wait until the product of the arriving rows has run.
     pub(crate) fn late(&self) -> &[usize] {
         &self.late
     }
 }
 
-/// Where a dense product reads its rows and writes them; none where it stores FP8, whose maximum is that of all rows.
+/// The places where a dense product reads and writes rows; none if it stores FP8, since its maximum covers all rows.
 fn product_of(step: &Step) -> Option<(Port, Port)> {
     let Work::Gemm { product, at, .. } = &step.work else { return None };
     let by_rows = !matches!(product, Product::WeightGrad) && !at.d_amax.is_some();

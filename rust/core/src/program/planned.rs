@@ -26,13 +26,13 @@ use crate::program::port::Cell;
 use crate::program::weight_grad::WeightGradPlan;
 use crate::quant::quantizer::{QuantPlan, QuantPointers};
 
-/// What a step launches.
+/// The launch of a step.
 #[derive(Debug)]
 pub(crate) enum Planned {
     Quantize(QuantPlan, QuantPointers<Cell>),
     Weight(QuantPlan, QuantPointers<Cell>),
     Gemm(Arc<GemmPlan>, GemmPointers<Cell>),
-    /// A linear op's weight gradient, through the call's plan where it brings one.
+    /// A linear op's weight gradient, by the call's plan if it has one.
     WeightGrad(usize, Option<WeightGradPlan>, GemmPointers<Cell>, Cell),
     GroupedGemm(GroupedGemmPlan, GroupedGemmPointers<Cell>),
     SumGroups(SumGroupsPlan, SumGroupsPointers<Cell>),
@@ -50,7 +50,7 @@ pub(crate) enum Planned {
     Dequantize(DequantizePlan, DequantizePointers<Cell>),
     Transpose(TransposePlan, TransposePointers<Cell>),
     Route(RoutePlan, RoutePointers<Cell>),
-    /// So many scales that were kept as bytes, and where their floats go.
+    /// Number of scales that were saved as bytes, and the place of their floats.
     Unpack(usize, [Cell; 2]),
 }
 
@@ -63,7 +63,7 @@ impl Planned {
             Self::Weight(plan, at) => {
                 let pointers = at.map(get);
                 if pointers.x.is_null() {
-                    return Ok(()); // the kept one serves
+                    return Ok(()); // the kept weight is used
                 }
                 target.trace.counters.weight_casts += 1;
                 plan.run(target, &pointers)
@@ -97,7 +97,7 @@ impl Planned {
         matches!(self, Self::Gemm(..) | Self::WeightGrad(..) | Self::GroupedGemm(..))
     }
 
-    /// Whether it is launched at every call.
+    /// Whether every call launches it.
     pub(crate) const fn is_certain(&self) -> bool {
         !matches!(self, Self::Weight(..))
     }

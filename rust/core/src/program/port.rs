@@ -1,6 +1,6 @@
-//! What a call brings addresses for, and the number of each in the call's table.
+//! The ports of a call, and the number of each in the call's address table.
 
-/// A tensor of a call, or a part of one, as a program reads and writes it.
+/// A tensor of a call, or a part of it, that a program reads or writes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Port {
     /// Nothing: a null pointer.
@@ -10,13 +10,13 @@ pub enum Port {
     Input,
     /// The chain's output.
     Output,
-    /// What forward leaves to backward.
+    /// Tensors that forward saves for backward.
     Saved,
     /// Gradient of the output.
     GradOutput,
     /// Gradient of the input.
     GradInput,
-    /// A device float that makes quantisation of weights a no-op when it is 1; null without.
+    /// A device float, or null; if it is 1, the quantisation of weights does nothing.
     SkipWeights,
     /// cuBLAS's workspace; the lane's.
     Workspace,
@@ -36,15 +36,15 @@ pub enum Port {
     GradExtra(u16),
     /// Gradient of a parameter.
     GradParam(u16),
-    /// Something of a linear op, by its number among them.
+    /// A port of a linear op, by the op's number.
     Linear(u16, LinearPort),
-    /// A part of a value in FP8 beside its row layout, which is where the value is.
+    /// A part of a value in FP8 other than its row layout, which is at the value's own port.
     Beside(Outer, Beside),
-    /// A private buffer of the program's.
+    /// A private buffer of the program.
     Buffer(u16),
 }
 
-/// A value that a call brings or takes.
+/// A value that a call passes or receives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Outer {
@@ -59,7 +59,7 @@ pub enum Outer {
 }
 
 impl Outer {
-    /// Where it is; in FP8, its row layout.
+    /// The value's port; in FP8, of its row layout.
     #[must_use]
     pub const fn port(self) -> Port {
         match self {
@@ -71,20 +71,20 @@ impl Outer {
     }
 }
 
-/// Parts of a value in FP8 beside its row layout.
+/// Parts of a value in FP8 other than its row layout.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Beside {
-    /// Scales of the row layout. What a GEMM hands out in FP8 under delayed scaling has them in a row of
-    /// [`handover`](crate::ops::handover), of which the first number is the scale.
+    /// Scales of the row layout. An FP8 result of a GEMM under delayed scaling has them in a row of
+    /// [`handover`](crate::ops::handover), whose first number is the scale.
     RowScale,
     /// The column layout.
     Col,
-    /// Its scales; one scale of both layouts is beside the row layout.
+    /// Its scales; a scale that both layouts share is with the row layout.
     ColScale,
 }
 
-/// What a linear op has of its own.
+/// The ports of a linear op.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum LinearPort {
@@ -96,7 +96,7 @@ pub enum LinearPort {
     Col,
     /// Its scales.
     ColScale,
-    /// The weight in high precision, where it is to be quantised now; null where the kept one serves.
+    /// The weight in high precision, if this call quantises it; null if the kept FP8 weight is used.
     Fresh,
     /// Scale of the input under delayed scaling.
     InputScale,
@@ -118,12 +118,12 @@ pub enum LinearPort {
     GradInputScale,
     /// Maximum of it.
     GradInputAmax,
-    /// What waits for `backward_dw`: [`deferred_bytes`](crate::program::SizedProgram::deferred_bytes).
+    /// Operands of the delayed weight gradient: [`deferred_bytes`](crate::program::SizedProgram::deferred_bytes).
     Deferred,
 }
 
 impl Port {
-    /// What waits for a linear op's `backward_dw`.
+    /// Operands of a linear op's delayed weight gradient.
     pub(crate) const fn deferred(linear: u16) -> Self {
         Self::Linear(linear, LinearPort::Deferred)
     }
@@ -135,7 +135,7 @@ const SINGLE: usize = FIRST_BESIDE + (Outer::GradInput as usize + 1) * BESIDES;
 const FIRST_BESIDE: usize = 10;
 const BESIDES: usize = Beside::ColScale as usize + 1;
 
-/// How many a chain has of what it can have several of.
+/// The numbers of a chain's ports of each kind.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PortCounts {
     pub(crate) extras: usize,
@@ -153,7 +153,7 @@ impl PortNumbers {
         Self(counts)
     }
 
-    /// How many a call brings; buffers come behind.
+    /// Number of ports that a call passes; buffers follow.
     pub(crate) const fn len(&self) -> usize {
         let PortCounts { extras, extra_outputs, params, linears } = self.0;
         SINGLE + 2 * (extras + extra_outputs + params) + LINEAR_PORTS * linears
@@ -164,14 +164,14 @@ impl PortNumbers {
         self.0.linears
     }
 
-    /// The first number of a linear op's ports, which follow each other; none where the chain has no such op.
+    /// The first number of a linear op's ports, which are adjacent; none if the chain has no such op.
     #[inline]
     pub(crate) const fn linear(&self, index: usize) -> Option<usize> {
         let PortCounts { extras, extra_outputs, params, linears } = self.0;
         if index < linears { Some(SINGLE + 2 * (extras + extra_outputs + params) + LINEAR_PORTS * index) } else { None }
     }
 
-    /// The number of `port`; 0 for one that the chain does not have.
+    /// The number of `port`; 0 for a port that the chain does not have.
     #[inline]
     pub(crate) fn of(&self, port: Port) -> usize {
         let PortCounts { extras, extra_outputs, params, .. } = self.0;

@@ -1,9 +1,8 @@
-//! Decides when a flow of a program runs as one CUDA graph: when every address of a call was seen before.
-//!
-//! torch's allocator hands the same memory out step after step, so that a training loop repeats its addresses. The
-//! launches of a call depend on its addresses and its rows alone, so that a graph of an earlier call with the same ones is
-//! the same work. Two calls with equal addresses make a graph; later ones launch it. What is known here is of one row
-//! count: calls that go through many in turn have graphs of each.
+//! Decides when a flow of a program runs as one CUDA graph: when all addresses of a call have been seen before. torch's
+//! allocator returns the same memory step after step, so that a training loop repeats its addresses. The launches of a
+//! call depend only on its addresses and its rows, so a graph of an earlier call with the same addresses and rows does
+//! the same work. The second call with equal addresses makes a graph, and later calls launch it. This state belongs to
+//! one row count; each row count has its own graphs.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, TryLockError};
@@ -15,20 +14,21 @@ use crate::launch::target::{Backend, Target};
 use crate::launch::trace::{Counters, Recording};
 use crate::program::bindings::Bindings;
 
-/// Fewer launches than this are made one by one. Two are worth it: a cast and a GEMM take the host 10 us one by one and
-/// 5.1 us as a graph on an H200.
+/// Flows with fewer launches are not captured. Two launches are worth a graph: a cast and a GEMM take the host 10 us
+/// one by one and 5.1 us as a graph on an H200.
 pub(crate) const WORTHWHILE: usize = 2;
-/// Graphs of one flow and row count, and address lists that were seen once, that are kept.
+/// Number of kept graphs of one flow and row count, and of kept address lists that were seen once.
 const KEPT: usize = 4;
-/// After this many graphs, each must have been launched `PAYS` times on the average for more to be made.
+/// After this many graphs, more are made only if each was launched `PAYS` times on average.
 const TRIALS: u32 = 8;
 const PAYS: u32 = 8;
-/// Graphs of the whole process: each has some memory of the driver's. Beyond, one is made in the place of another.
+/// Graphs of the whole process, since each takes some of the driver's memory. Beyond this number, a new graph replaces
+/// an old one.
 const ALIVE: usize = 2048;
 
 static GRAPHS: AtomicUsize = AtomicUsize::new(0);
 
-/// What is known of one flow's calls.
+/// The state of one flow's calls.
 #[derive(Debug, Default)]
 pub(crate) struct Replay {
     state: Mutex<State>,
@@ -43,7 +43,7 @@ struct State {
     launches: u32,
 }
 
-/// What the launches of a call depend on.
+/// The properties that a call's launches depend on.
 #[derive(Debug)]
 struct Seen {
     stream: u64,
@@ -112,7 +112,7 @@ impl Replay {
         state.captures += 1;
         let before = target.trace.counters;
         let Ok(graph) = capture(target, |target| run(target, call)) else {
-            // What cannot be captured runs as it did before; its own errors show then.
+            // Launches that cannot be captured run as before, and then report their own errors.
             target.trace.counters = before;
             return run(target, call);
         };
@@ -135,7 +135,7 @@ impl State {
         }
     }
 
-    /// Makes room for one more graph; there is none where the process has enough and none of them is here.
+    /// Makes room for one more graph; fails if the process has the maximum and none of its graphs belongs to this flow.
     fn has_room(&mut self) -> bool {
         let full = GRAPHS.load(Ordering::Relaxed) >= ALIVE;
         if !self.graphs.is_empty() && (full || self.graphs.len() >= KEPT) {

@@ -1,5 +1,5 @@
-//! Compiles permutations of tokens: rows go to experts and come back, in either direction. In FP8 rows are not moved to the
-//! experts: the linear op that takes them gathers them as it quantises, by their numbers.
+//! Compiles permutations of tokens: rows go to experts and come back, in either direction. In FP8, rows are not moved
+//! to the experts: the linear op gathers them by number as it quantises.
 
 use te_fast_kernels::Float;
 
@@ -17,7 +17,7 @@ use crate::program::port::Port;
 use crate::program::work::{FlowName, Work};
 
 impl Facts {
-    /// The moves of a permutation, the op at `by`, whatever the way.
+    /// A move of the permutation at op `by`, in any direction.
     fn route(&self, by: usize, way: Way) -> RouteSpec {
         let link = &self.chain.links()[by];
         let (experts, topk) = match link.op {
@@ -29,13 +29,13 @@ impl Facts {
     }
 }
 
-/// Whether a linear op of experts takes its input to FP8 and never reads it otherwise.
+/// Whether a linear op of experts quantises its input and never reads it in high precision.
 fn gathers_input(op: &LinearOp) -> bool {
     let reads_again = op.backward() == BackwardOperands::Quantized || !op.weight_grad;
     op.groups.is_some() && op.casts.is_some() && reads_again
 }
 
-/// The same of the gradient of its result.
+/// The same for the gradient of its result.
 fn gathers_grad(op: &LinearOp) -> bool {
     op.groups.is_some() && op.dy().is_some() && op.backward() == BackwardOperands::Quantized
 }
@@ -118,7 +118,7 @@ impl Backward<'_> {
         Ok(())
     }
 
-    /// The gradient of the experts' rows: each is its token's.
+    /// The gradient of the experts' rows, which is the gradient of each row's token.
     pub(super) fn unpermute(&mut self, index: usize, link: &Link, grad: &mut Value) -> Result<()> {
         let (Some(by), Some(route)) = (link.permuted_by, self.left.route_of(link).copied()) else {
             return Err(Error::state(OP, "the way back of no permutation"));

@@ -29,18 +29,18 @@ pub struct SizedProgram {
     buffers: usize,
 }
 
-/// Launches that are made in one go.
+/// Launches of one flow.
 #[derive(Debug)]
 struct Flow {
     launches: Vec<Planned>,
     buffers: Vec<BufferAt>,
     scratch: usize,
     cuts: Cuts,
-    /// Graphs of it; none where they do not pay or are turned off.
+    /// Graphs of the flow; none if they do not pay or are turned off.
     replay: Option<Replay>,
 }
 
-/// A buffer: its number among the addresses, and where it lies.
+/// A buffer: its number among the addresses, and its place.
 #[derive(Clone, Copy, Debug)]
 struct BufferAt {
     number: u32,
@@ -89,13 +89,13 @@ impl SizedProgram {
         self.rows
     }
 
-    /// Bytes that forward leaves to backward.
+    /// Bytes that forward saves for backward.
     #[must_use]
     pub const fn saved_bytes(&self) -> usize {
         self.saved_bytes
     }
 
-    /// Bytes that wait for `backward_dw`, per linear op; 0 for those that do not wait.
+    /// Bytes of delayed weight gradients, per linear op; 0 for those that are not delayed.
     #[must_use]
     pub fn deferred_bytes(&self) -> &[usize] {
         &self.deferred_bytes
@@ -119,7 +119,7 @@ impl SizedProgram {
         self.scratch(FlowName::Backward)
     }
 
-    /// Private bytes of a weight gradient that waited.
+    /// Private bytes of a delayed weight gradient.
     #[must_use]
     pub fn waiting_scratch(&self, linear: usize) -> usize {
         self.scratch(FlowName::Waiting(linear))
@@ -129,7 +129,7 @@ impl SizedProgram {
         self.flows[flow.number()].scratch
     }
 
-    /// Makes chunks ready for a flow: its product is cut where that is possible.
+    /// Prepares chunks for a flow, whose product is cut if possible.
     ///
     /// # Errors
     /// Rows that cannot be cut so, or what cuBLAS lacks.
@@ -175,7 +175,7 @@ impl SizedProgram {
         self.run(FlowName::Backward, lane, call)
     }
 
-    /// Launches a weight gradient that waited, into [`Port::GradParam`] of the weight and through the plan of
+    /// Launches a delayed weight gradient, into [`Port::GradParam`] of the weight and through the plan of
     /// [`Bindings::set_weight_grad`], on a lane with [`SizedProgram::waiting_scratch`] bytes.
     ///
     /// # Errors
@@ -192,7 +192,7 @@ impl SizedProgram {
         match &flow.replay {
             Some(replay) if !call.is_in_pieces() => {
                 let replayed = replay.run(&mut lane.target, &mut call, launch);
-                CLOCK.mark(Stage::Gemm); // a replayed graph has its casts in it
+                CLOCK.mark(Stage::Gemm); // a replayed graph includes its casts
                 replayed
             }
             _ => launch(&mut lane.target, &mut call),
@@ -210,7 +210,7 @@ impl Flow {
         self.launches.iter().try_for_each(|launch| run(launch, target, call))
     }
 
-    /// The same beside a stream that brings rows, or takes them away.
+    /// The same beside a stream that brings or takes rows.
     #[cold]
     fn run_in_pieces(&self, target: &mut Target<'_>, call: &Bindings<'_, '_>) -> Result<()> {
         let all = call.pieces();
@@ -240,7 +240,7 @@ fn run(launch: &Planned, target: &mut Target<'_>, call: &Bindings<'_, '_>) -> Re
     launched
 }
 
-/// What of the flow of this number can be cut.
+/// The launches of a flow that can be cut.
 fn cuts_of(steps: &[Step], flow: usize) -> Cuts {
     match flow {
         0 => Cuts::new(steps, Port::Input, Port::Output),

@@ -1,4 +1,4 @@
-//! Makes the steps of a program launches for one row count: plans with their grids, and the bytes of every buffer.
+//! Turns the steps of a program into launches for one row count: plans with their grids, and the bytes of every buffer.
 
 use crate::base::error::{Error, Result};
 use crate::gemm::problem::GemmPointers;
@@ -27,15 +27,15 @@ use crate::program::work::{Step, Work};
 use crate::quant::quantizer::{QuantPlan, QuantPointers};
 use crate::runtime::dispatcher::Dispatcher;
 
-/// One f32, with room so that what follows stays aligned.
+/// Bytes of one f32, padded so that the next buffer stays aligned.
 const SCALE_BYTES: usize = 16;
 
-/// What is sized for one row count.
+/// The state of sizing for one row count.
 pub(crate) struct Sizing<'a> {
     dispatcher: &'a mut Dispatcher,
     facts: &'a Facts,
     rows: usize,
-    /// Bytes of each buffer, as what writes it says.
+    /// Bytes of each buffer, as given by the step that writes it.
     bytes: Vec<Option<usize>>,
 }
 
@@ -77,7 +77,7 @@ impl<'a> Sizing<'a> {
         Cell { number: self.facts.ports.of(at.port) as u32, offset: at.offset }
     }
 
-    /// A step writes so many bytes there.
+    /// Notes the bytes that a step writes at a place.
     fn writes(&mut self, at: At, bytes: usize) {
         if let Port::Buffer(index) = at.port {
             let known = &mut self.bytes[usize::from(index)];
@@ -150,7 +150,7 @@ impl<'a> Sizing<'a> {
         let op = &self.facts.linears[linear];
         let (pointers, counts) = (at.map(|&at| self.cell(at)), self.cell(splits));
         if matches!(product, Product::WeightGrad) {
-            // What waits for `backward_dw` is told only then where it goes.
+            // A delayed gradient gets its destination only in `backward_dw`.
             let own = (op.weight.into(), false);
             let plan = if op.deferred { None } else { Some(op.wgrad(self.dispatcher, rows, own, ALIGNMENT)?) };
             self.writes(at.d, plan.as_ref().map_or(0, WeightGradPlan::bytes));

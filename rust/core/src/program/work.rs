@@ -1,4 +1,4 @@
-//! What the steps of a program do, whatever the rows of a call: an op's spec, and its pointers as places.
+//! The steps of a program, for any number of rows: an op's spec, and its pointers as places.
 
 use crate::gemm::problem::GemmPointers;
 use crate::ops::activation::{ActivationPointers, ActivationSpec};
@@ -19,16 +19,16 @@ use crate::program::linear_op::Product;
 use crate::program::port::Port;
 use crate::quant::quantizer::{QuantPlan, QuantPointers};
 
-/// One launch, or the few of one quantisation. Rows of a spec are those of the step.
+/// One launch, or the few launches of one quantisation. A spec's rows are the step's.
 #[derive(Debug)]
 pub(crate) enum Work {
     Quantize {
         cast: Cast,
-        /// The operand whose scales were kept as bytes, which this cast writes out as f32.
+        /// The operand whose saved byte scales this cast unpacks to f32.
         unpacks: Option<Cast>,
         at: QuantPointers<At>,
     },
-    /// A weight's quantisation, unless the kept one serves.
+    /// A weight's quantisation, unless the kept FP8 weight is used.
     Weight {
         plan: QuantPlan,
         at: QuantPointers<At>,
@@ -37,7 +37,7 @@ pub(crate) enum Work {
         linear: usize,
         product: Product,
         at: GemmPointers<At>,
-        /// Counts of the rows of a linear op's experts; nowhere for a dense one.
+        /// Counts of the rows of a linear op's experts; null for a dense op.
         splits: At,
     },
     /// Sums of the rows of groups.
@@ -45,7 +45,7 @@ pub(crate) enum Work {
         spec: SumGroupsSpec,
         at: SumGroupsPointers<At>,
     },
-    /// Lays out the scales of values that GEMMs hand over in FP8, or raises their maxima.
+    /// Arranges the scales of values that GEMMs hand over in FP8, or raises their maxima.
     Handover {
         table: At,
         slots: Vec<SlotAt>,
@@ -83,12 +83,12 @@ pub(crate) enum Work {
         spec: TransposeSpec,
         at: TransposePointers<At>,
     },
-    /// Rows of tokens on their way to experts, or back; the step's rows are the tokens.
+    /// Moves rows of tokens to experts, or back; the step's rows are the tokens.
     Route {
         spec: RouteSpec,
         at: RoutePointers<At>,
     },
-    /// The scales of an operand's column layout, which were kept as bytes.
+    /// The scales of an operand's column layout, which were saved as bytes.
     Unpack {
         cast: Cast,
         packed: At,
@@ -124,7 +124,7 @@ pub(crate) fn quantised(x: At, to: &Layouts, slot: SlotAt, scratch: At) -> Quant
 }
 
 impl Work {
-    /// Shows everything that it reads or writes to `visit`.
+    /// Calls `visit` with every place that the step reads or writes.
     pub(crate) fn each(&self, mut visit: impl FnMut(&At)) {
         match self {
             Self::Quantize { at, .. } | Self::Weight { at, .. } => at.each(visit),
@@ -159,20 +159,20 @@ impl Work {
 pub(crate) struct Step {
     pub(crate) work: Work,
     pub(crate) rows: Rows,
-    /// First and last op that it computes.
+    /// First and last op that the step computes.
     pub(crate) ops: (usize, usize),
-    /// What it is, for `explain`.
+    /// Name of the step, for `explain`.
     pub(crate) text: &'static str,
 }
 
-/// Steps that run in one go.
+/// Steps that run together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FlowName {
     /// The forward.
     Forward,
     /// The backward.
     Backward,
-    /// The weight gradient of a linear op that waited for `backward_dw`.
+    /// The delayed weight gradient of a linear op.
     Waiting(usize),
 }
 
@@ -213,7 +213,7 @@ impl Flows {
         &self.lists[flow.number()]
     }
 
-    /// Makes the first step of a flow what is known only at its end.
+    /// Replaces the first step of a flow by one that is known only at the flow's end.
     pub(crate) fn replace_first(&mut self, flow: FlowName, step: Step) {
         step.work.each(|&at| self.buffers.touch(at, flow.scratch(), 0));
         if let Some(first) = self.lists[flow.number()].first_mut() {

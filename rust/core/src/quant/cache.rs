@@ -1,8 +1,7 @@
-//! What a linear op keeps of its quantised weight between calls, and for how long.
-//!
-//! The owner of the memory is the binding's (`M`); which weight serves a call, and whether one outlives its backward, is
-//! decided here. A weight that the coming optimizer step will change is left to the backward of its forward,
-//! unless `is_first_microbatch` asks for it or the step before used its weight again: then it stays.
+//! The cache of a linear op's quantised weight: which weight a call uses, and how long it is kept. The binding owns the
+//! memory (`M`). This module decides which weight a call uses, and whether a weight outlives its backward. A weight
+//! that the next optimizer step will change is freed by the backward of its forward. It is kept if
+//! `is_first_microbatch` asks for it, or if the previous step used its weight more than once.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -12,9 +11,10 @@ use crate::cuda::device::Stream;
 use crate::quant::graph_memory::GraphMemory;
 use crate::quant::weight::{Microbatch, WeightRecord};
 
-/// Weights that no graph skips yet and one captured later may: of as many recipes and layouts as calls before it go through.
+/// Number of kept weights for graphs that may be captured later, since calls before the capture may use several recipes
+/// and layouts.
 const SPARE: usize = 8;
-/// Misses that count.
+/// Largest number of misses that is counted.
 const MOST_MISSES: u32 = 10;
 
 /// A quantised weight.
@@ -24,7 +24,7 @@ pub struct KeptWeight<M> {
     pub record: WeightRecord,
     /// Owner of its bytes.
     pub memory: M,
-    /// A backward has computed the weight's gradient since.
+    /// Whether a backward has computed the weight's gradient since.
     has_gradient: AtomicBool,
 }
 
@@ -46,50 +46,51 @@ impl<M> KeptWeight<M> {
     }
 }
 
-/// A kept weight, as far as records tell.
+/// The result of a look-up.
 #[derive(Debug)]
 pub enum Candidate<M> {
-    /// None serves.
+    /// No kept weight can be used.
     None,
-    /// This one serves.
+    /// This weight can be used.
     Serves(Arc<KeptWeight<M>>),
-    /// Optimizers have stepped since, and all else is equal: this one serves if the weight is frozen.
+    /// Only optimizers have stepped since: this weight can be used if it is frozen.
     ServesIfFrozen(Arc<KeptWeight<M>>),
 }
 
 /// How long a freshly quantised weight is kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Keep {
-    /// Until it serves no more.
+    /// Until it can no longer be used.
     Long,
-    /// Not at all: the optimizer is about to change it, and the backward has its own share. [`WeightCache`] keeps it all the
-    /// same where the step before used it again.
+    /// Not at all: the optimizer will change it, and backward has its own share. [`WeightCache`] keeps it nevertheless
+    /// if the previous step used it again.
     WhileNeeded,
-    /// For calls of the graph under capture that say `is_first_microbatch=False`: its bytes exist when the graph runs, not now.
+    /// For calls of the graph under capture with `is_first_microbatch=False`: its bytes exist only when the graph runs.
     ForCapture,
-    /// Not at all, under capture: no call but such a one takes a weight from another, and its memory is the next launches'.
+    /// Not at all, under capture: only calls with `is_first_microbatch=False` use another call's weight, and later
+    /// launches reuse the memory.
     WhileCaptured,
 }
 
-/// What a linear op keeps of its weight.
+/// The cache of a linear op's weight.
 #[derive(Debug)]
 pub struct WeightCache<M> {
     kept: Option<Arc<KeptWeight<M>>>,
-    /// How the last weight was quantised that was left to its backward.
+    /// Record of the last weight that was left to its backward.
     passing: Option<WeightRecord>,
-    /// A weight was asked for again when it was not kept: those that follow are.
+    /// Whether a weight was needed again after it was freed; later weights are kept then.
     is_used_again: bool,
-    /// The kept weight was reused since it was made.
+    /// Whether the kept weight has been reused.
     was_reused: bool,
     /// Streams that may read it without waiting; the first one wrote it.
     streams: Vec<Stream>,
     captured: Option<Arc<KeptWeight<M>>>,
-    /// Quantised with those of other linear ops, and the stream that did so: for the call that asks for it next.
+    /// A weight that was quantised together with others, and its stream, for the next call.
     ready: Option<(Arc<KeptWeight<M>>, Stream)>,
-    /// How often such a one was not taken, and how often from then on this weight is still to be quantised alone.
+    /// How often such a weight was not used, and how often this weight is still to be quantised alone.
     misses: u32,
     alone: u32,
-    /// Weights that captured graphs quantise where a flag on the device does not tell them to skip it.
+    /// Weights that captured graphs quantise unless a flag on the device says to skip that.
     skippable: GraphMemory<Arc<KeptWeight<M>>>,
 }
 
@@ -110,7 +111,7 @@ impl<M> Default for WeightCache<M> {
     }
 }
 
-/// A weight that is kept no longer. Its end may run the code of others: it is dropped when nothing is borrowed.
+/// A weight that is no longer kept. Its drop may run foreign code, so it is dropped when nothing is borrowed.
 pub type Former<M> = Option<Arc<KeptWeight<M>>>;
 
 impl<M> WeightCache<M> {
@@ -120,8 +121,8 @@ impl<M> WeightCache<M> {
         self.kept.as_ref()
     }
 
-    /// Forgets it: the next forward quantises the weight again. What captured graphs skip stays; `of_graphs` also forgets
-    /// the weight that the later microbatches of a graph under capture would take.
+    /// Drops the kept weight, so that the next forward quantises again. Weights of captured graphs stay; `of_graphs`
+    /// also drops the weight for later microbatches of a graph under capture.
     #[must_use]
     pub fn clear(&mut self, of_graphs: bool) -> [Former<M>; 3] {
         self.passing = None;
@@ -130,33 +131,32 @@ impl<M> WeightCache<M> {
         [self.kept.take(), captured, self.take_ready().map(|(weight, _)| weight)]
     }
 
-    /// Leaves a weight that was quantised with others on `stream` to the next call; what nobody has taken.
+    /// Leaves a weight that was quantised with others on `stream` to the next call; returns an unused earlier one.
     #[must_use]
     pub fn make_ready(&mut self, weight: Arc<KeptWeight<M>>, stream: Stream) -> Former<M> {
         self.ready.replace((weight, stream)).map(|(weight, _)| weight)
     }
 
-    /// That weight, and the stream that wrote it.
+    /// Takes that weight, and the stream that wrote it.
     #[inline]
     pub fn take_ready(&mut self) -> Option<(Arc<KeptWeight<M>>, Stream)> {
         self.ready.take()
     }
 
-    /// Nobody came for it, or for another than this: a weight that is seldom used is quantised alone the longer, the more
-    /// often that happens.
+    /// Notes that the weight was not used. The more often this happens, the longer the weight is quantised alone.
     pub fn note_miss(&mut self) {
         self.misses = (self.misses + 1).min(MOST_MISSES);
         self.alone = 1 << self.misses;
     }
 
-    /// A call has quantised this weight alone: whether the next time others may do so.
+    /// Notes that a call has quantised this weight alone; returns whether it may join others next time.
     pub fn may_join(&mut self) -> bool {
         let may = self.alone == 0;
         self.alone = self.alone.saturating_sub(1);
         may
     }
 
-    /// The weight that serves a call that would quantise `wanted`, as far as records tell.
+    /// Looks up the weight for a call that would quantise `wanted`.
     #[inline]
     pub fn find(&mut self, wanted: &WeightRecord, microbatch: Microbatch, capturing: bool) -> Candidate<M> {
         let known = self.captured.as_ref().filter(|_| capturing).or(self.kept.as_ref());
@@ -185,8 +185,7 @@ impl<M> WeightCache<M> {
         Candidate::None
     }
 
-    /// Notes that a call on `stream` reads the kept weight; the stream that it has to wait for, if it does so for the first
-    /// time.
+    /// Notes that a call on `stream` reads the kept weight; returns the stream to wait for at its first read.
     #[inline]
     pub fn reused_on(&mut self, stream: Stream) -> Option<Stream> {
         self.was_reused = true;
@@ -206,14 +205,14 @@ impl<M> WeightCache<M> {
         self.kept.take()
     }
 
-    /// The kept weight serves no more.
+    /// Notes that the kept weight can no longer be used.
     fn note_change(&mut self) {
         if self.kept.is_some() {
             self.is_used_again &= self.was_reused;
         }
     }
 
-    /// Keeps a weight that was quantised by this call. Only afterwards: a call that failed leaves none behind.
+    /// Keeps a weight of this call. Called only after success, so that a failed call leaves none.
     #[must_use]
     pub fn keep(&mut self, weight: &Arc<KeptWeight<M>>, stream: Stream, keep: Keep) -> Former<M> {
         match keep {
@@ -233,7 +232,7 @@ impl<M> WeightCache<M> {
         self.kept.replace(Arc::clone(weight))
     }
 
-    /// Whether calls that follow may be given this weight.
+    /// Whether later calls may use this weight.
     #[must_use]
     pub fn holds(&self, weight: &Arc<KeptWeight<M>>) -> bool {
         [&self.kept, &self.captured].into_iter().flatten().any(|kept| Arc::ptr_eq(kept, weight))
@@ -245,7 +244,7 @@ impl<M> WeightCache<M> {
         self.skippable.find(|kept| kept.record.is_of_the_same_call(wanted)).cloned()
     }
 
-    /// Keeps one of those for the graph under `capture`, or for one that is captured later; what has to go for it.
+    /// Keeps such a weight for the graph under `capture`, or for a later graph; returns an evicted one.
     ///
     /// # Errors
     /// The driver's refusal.

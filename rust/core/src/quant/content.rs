@@ -1,14 +1,13 @@
-//! Whether two layouts of a quantised tensor hold the same values.
-//!
-//! Bytes are shared: views, parameters and their `data` are tensors of their own over the same memory. So what is known of
-//! bytes is shared, too. A number stands for the values; layouts that were written together have the same one.
+//! Tells whether two layouts of a quantised tensor hold the same values. Views, parameters and their `data` are
+//! different tensors on the same bytes, so they share one record of these bytes. In the record a number stands for the
+//! values; layouts that were written together have the same number.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 static NEXT: AtomicU64 = AtomicU64::new(1);
 
-/// What lies in the bytes of one layout.
+/// The content of one layout's bytes.
 #[derive(Clone, Debug)]
 pub struct Content(Arc<Facts>);
 
@@ -31,7 +30,7 @@ impl Default for Content {
 }
 
 impl Content {
-    /// Values that no other bytes are known to hold.
+    /// Values that differ from all others.
     #[must_use]
     pub fn new() -> Self {
         let versions = [AtomicU64::new(NO_VERSION), AtomicU64::new(NO_VERSION)];
@@ -43,7 +42,7 @@ impl Content {
         self.0.values.store(next(), Ordering::Relaxed);
     }
 
-    /// Notes that the column layout, of which this is the content, holds what `row` does.
+    /// Notes that the column layout with this content has the values of `row`.
     pub fn agree(&self, row: &Self, versions: Versions) {
         self.0.values.store(row.values(), Ordering::Relaxed);
         for (known, version) in self.0.versions.iter().zip(versions) {
@@ -51,8 +50,8 @@ impl Content {
         }
     }
 
-    /// Whether the column layout, of which this is the content, holds what `row` does. Operations of torch that write the one
-    /// without the other are seen by their versions; who writes both is taken to know what it does.
+    /// Whether the column layout with this content has the values of `row`. Versions show torch operations that write
+    /// only one layout; code that writes both is trusted.
     #[must_use]
     pub fn agrees(&self, row: &Self, versions: Versions) -> bool {
         let [row_moved, col_moved] = [0, 1].map(|layout: usize| {

@@ -1,4 +1,4 @@
-//! What captured graphs hold addresses of, kept as long as one of them exists.
+//! Memory whose addresses captured graphs contain, kept as long as such a graph exists.
 
 use crate::base::error::Result;
 use crate::cuda::device::Stream;
@@ -18,13 +18,14 @@ impl<T> Default for GraphMemory<T> {
 }
 
 impl<T> GraphMemory<T> {
-    /// The one that `is` wanted.
+    /// The memory for which `is` returns true.
     #[must_use]
     pub fn find(&self, is: impl Fn(&T) -> bool) -> Option<&T> {
         self.list.iter().map(|(memory, _)| memory).find(|memory| is(memory))
     }
 
-    /// Notes that the graph under `capture`, if there is one, uses what `is` the memory; false where that is not kept.
+    /// Notes that the graph under `capture`, if there is one, uses the memory for which `is` returns true; false if
+    /// there is no such memory.
     ///
     /// # Errors
     /// The driver's refusal.
@@ -45,8 +46,8 @@ impl<T> GraphMemory<T> {
         Ok(())
     }
 
-    /// What no graph uses any longer, but for the `spare` newest of it. Its end may run the code of others: it is dropped
-    /// when nothing is borrowed.
+    /// Removes memory that no graph uses any longer, except the `spare` newest. Its drop may run foreign code, so drop
+    /// it when nothing is borrowed.
     #[must_use]
     pub fn release(&mut self, spare: usize) -> Vec<T> {
         let unused = self.list.iter().filter(|(_, readers)| !readers.exist()).count();

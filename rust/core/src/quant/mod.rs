@@ -1,4 +1,4 @@
-//! Quantised values: how they are made, and whether a kept one still serves.
+//! Quantised values: how they are made, and whether a kept value can still be used.
 
 pub mod cache;
 pub mod content;

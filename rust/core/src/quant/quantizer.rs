@@ -1,4 +1,4 @@
-//! One operand's quantisation under a recipe: which casts run, and how many bytes they write.
+//! One operand's quantisation under a recipe: its casts, and the bytes that they write.
 
 use te_fast_kernels::{Float, Fp8};
 
@@ -17,28 +17,28 @@ use crate::recipe::usage::Usage;
 use crate::runtime::lane::{COUNTER_BYTES, aligned};
 
 const OP: &str = "quantize";
-/// A tensor's scale, with room so that what follows stays aligned.
+/// Bytes of a tensor's scale, padded so that the next buffer stays aligned.
 const SCALE_BYTES: usize = 16;
-/// The amax pass has the first counters to itself.
+/// Only the amax pass uses the first counters.
 const AMAX_COUNTERS: usize = 256;
 
 /// The groups that an operand's rows belong to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct QuantGroups {
-    /// How many.
+    /// Number of groups.
     pub count: usize,
     /// How rows belong to them; the rows of a spec are those of [`GroupShape`].
     pub division: Division,
     /// Slots of delayed scaling from one group to the next.
     pub slots: usize,
-    /// How rows are gathered; none for rows that lie as the groups do.
+    /// How rows are gathered; none for rows in the order of the groups.
     pub gather: Option<Gather>,
 }
 
-/// What an operand's quantisation depends on.
+/// The description of an operand's quantisation.
 #[derive(Clone, Copy, Debug)]
 pub struct QuantSpec {
-    /// How scales come about.
+    /// The kind of scaling.
     pub scaling: Scaling,
     /// Scale options and block shape.
     pub quantization: Quantization,
@@ -52,9 +52,9 @@ pub struct QuantSpec {
     pub output: Fp8,
     /// Layouts to write.
     pub usage: Usage,
-    /// Sum the columns too; not of groups.
+    /// Also sum the columns; not with groups.
     pub dbias: bool,
-    /// Each group has scales of its own; none for one tensor.
+    /// Groups with their own scales; none for one tensor.
     pub groups: Option<QuantGroups>,
     /// Multiprocessors of the device.
     pub processors: u32,
@@ -77,21 +77,21 @@ pointers! {
         scale,
         /// Maximum to raise, of delayed scaling.
         amax,
-        /// Device float; 1 leaves every output as it is. Null without.
+        /// Device float, or null; 1 leaves every output as it is.
         noop,
-        /// Column sums; null without.
+        /// Column sums, or null.
         dbias,
         /// [`QuantPlan::scratch_bytes`] bytes.
         scratch,
         /// [`COUNTER_BYTES`] bytes, zero between launches.
         counters,
-        /// Scales of another operand as bytes, for [`QuantPlan::unpacking`]; null without.
+        /// Scales of another operand as bytes, for [`QuantPlan::unpacking`], or null.
         packed,
-        /// Where their f32 go.
+        /// The destination of their f32.
         unpacked,
-        /// int64 counts of the rows of groups; null without.
+        /// int64 counts of the rows of groups, or null.
         splits,
-        /// Numbers of the rows that are gathered; null without.
+        /// Numbers of the gathered rows, or null.
         numbers,
     }
 }
@@ -159,8 +159,9 @@ impl QuantPlan {
         Ok(plan)
     }
 
-    /// The same with the column layout's scales as bytes where they are powers of two of 1×128 blocks: a quarter of
-    /// the memory, for layouts that are kept. [`QuantPlan::unpacking`] of another operand makes them f32 again.
+    /// The same with the column layout's scales as bytes if they are powers of two of 1×128 blocks, which saves three
+    /// quarters of their memory in saved layouts. [`QuantPlan::unpacking`] of another operand converts them back to
+    /// f32.
     ///
     /// # Errors
     /// None for a plan that was made.
@@ -174,7 +175,7 @@ impl QuantPlan {
         Ok(Self::measure(Steps::Block(block, sums)))
     }
 
-    /// How many scales of the column layout are bytes; 0 where they are f32.
+    /// Number of the column layout's scales that are bytes; 0 if they are f32.
     #[must_use]
     pub const fn byte_scales(&self) -> usize {
         match &self.steps {
@@ -253,7 +254,7 @@ impl QuantPlan {
         self.scratch_bytes
     }
 
-    /// The same where a block cast unpacks `count` scales of another operand on the way.
+    /// The same, with a block cast that also unpacks `count` scales of another operand.
     #[must_use]
     pub fn unpacking(self, count: usize) -> Self {
         let steps = match self.steps {
@@ -335,7 +336,7 @@ const fn of_groups<'a>(
     CastGroupsPointers { x, out, out_t, scale, scale_inv, scale_inv_t, amax, noop, splits, partial, token_max, numbers }
 }
 
-/// The kernels for groups take the blocks that the matrix products of groups do.
+/// Checks the blocks: the kernels for groups take only those of the groups' matrix products.
 fn groups_plan(spec: &QuantSpec, groups: QuantGroups) -> Result<CastGroupsPlan> {
     let Quantization { power_2_scale: pow2, amax_epsilon: eps, block } = spec.quantization;
     let scales = match (spec.scaling, groups.division, block) {
@@ -377,7 +378,7 @@ fn block_plan(spec: &QuantSpec) -> Result<CastBlockPlan> {
     })
 }
 
-/// Block casts have no fused column sums; a pass of its own makes them.
+/// Block casts have no fused column sums; a separate pass makes them.
 fn column_sums(spec: &QuantSpec) -> Result<CastPlan> {
     let QuantSpec { rows, cols, input, processors, .. } = *spec;
     CastPlan::new(CastSpec { reverse: true, ..CastSpec::column_sums(rows, cols, input, processors) })

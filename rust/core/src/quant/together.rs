@@ -1,13 +1,12 @@
-//! Which weights are quantised by one launch: those that the last step used, when the first of them is asked for after an
-//! optimizer step.
-//!
-//! Who they are is the binding's (`T`). Nothing is kept for longer than a step: a weight that a call has quantised is of the next
-//! launch, and every launch begins anew, so that weights which are used no more drop out by themselves.
+//! Chooses the weights that one launch quantises: all that the last step used, when a call needs the first of them
+//! after an optimizer step. The binding provides the weights (`T`). The lists last for one step: a weight that a call
+//! has quantised joins the next launch, and every launch begins a new list, so that unused weights drop out by
+//! themselves.
 
 use crate::base::dtype::DType;
 use crate::runtime::lane::Place;
 
-/// What weights of one launch have in common.
+/// Properties that all weights of one launch share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Kind {
     /// Device, and the stream whose order they follow.
@@ -16,12 +15,12 @@ pub struct Kind {
     pub epoch: u64,
     /// Type of the weights.
     pub dtype: DType,
-    /// Their calls need gradients.
+    /// Whether their calls need gradients.
     pub training: bool,
 }
 
 impl Kind {
-    /// The same but for gradients.
+    /// Whether two kinds differ at most in gradients.
     fn is_beside(&self, other: &Self) -> bool {
         Self { training: other.training, ..*self } == *other
     }
@@ -30,15 +29,15 @@ impl Kind {
 #[derive(Debug)]
 struct Group<T> {
     kind: Kind,
-    /// Those of the next launch.
+    /// Weights of the next launch.
     members: Vec<T>,
-    /// Those of the last launch, as long as calls may still come for them.
+    /// Weights of the last launch that calls may still use.
     pending: Vec<T>,
-    /// Launches so far: who has joined since the last one knows its number.
+    /// Number of launches so far; a weight notes this number when it joins.
     round: u64,
     /// Optimizer steps at the last launch.
     steps: u64,
-    /// There was no memory for all of them at once.
+    /// Whether there was too little memory for all weights at once.
     refused: bool,
 }
 
@@ -59,8 +58,8 @@ impl<T> Together<T> {
         Self(Vec::new())
     }
 
-    /// Has a weight that a call has quantised take part in the next launch, unless it does: `join` is told the number of the launch
-    /// and answers whether it is new to that.
+    /// Adds a weight that a call has quantised to the next launch: `join` gets the number of the launch, and returns
+    /// whether the weight is new to it.
     pub fn join(&mut self, kind: Kind, join: impl FnOnce(u64) -> Option<T>) {
         let index = self.0.iter().position(|group| group.kind == kind).unwrap_or_else(|| {
             let (members, pending) = (Vec::new(), Vec::new());
@@ -73,8 +72,8 @@ impl<T> Together<T> {
         }
     }
 
-    /// Whether a call that asks for a weight of `kind` comes first after an optimizer step. Calls with gradients and without
-    /// do not both: what a checkpoint runs again in backward finds the memory of that time.
+    /// Whether a call for a weight of `kind` is the first after an optimizer step. Only calls with gradients, or only
+    /// calls without, begin a launch, since a checkpoint's recomputation in backward must find little memory in use.
     #[must_use]
     #[inline]
     pub fn is_due(&self, kind: &Kind, steps: u64) -> bool {
@@ -84,7 +83,7 @@ impl<T> Together<T> {
             && same.all(|group| group.steps != steps)
     }
 
-    /// Begins a launch: its members, and those of the last one, which no call will come for.
+    /// Begins a launch; returns its members, and the unused members of the last one.
     pub fn begin(&mut self, kind: &Kind, steps: u64) -> (Vec<T>, Vec<T>) {
         let Some(group) = self.0.iter_mut().find(|group| group.kind == *kind) else { return Default::default() };
         group.round += 1;
@@ -99,14 +98,14 @@ impl<T> Together<T> {
         }
     }
 
-    /// There is no memory for all of them at once: none of `kind` are any more.
+    /// Notes that there is too little memory for all weights at once; no weights of `kind` take part any more.
     pub fn refuse(&mut self, kind: &Kind) {
         if let Some(group) = self.0.iter_mut().find(|group| group.kind == *kind) {
             group.refused = true;
         }
     }
 
-    /// Those that were launched and that no call will come for any more.
+    /// Members of past launches that no call will use any more.
     pub fn take_pending(&mut self) -> Vec<T> {
         self.0.iter_mut().flat_map(|group| std::mem::take(&mut group.pending)).collect()
     }

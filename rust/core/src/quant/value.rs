@@ -1,4 +1,4 @@
-//! Values in FP8 as they lie in memory: their layouts, a weight's buffer, the slots that delayed scaling quantises with.
+//! Memory of FP8 values: their layouts, a weight's buffers, and delayed scaling's slots.
 
 use crate::base::pointer::DevPtr;
 use crate::quant::quantizer::QuantPlan;
@@ -19,11 +19,11 @@ impl Quantized<'_> {
     pub const NONE: Self = Self { data: DevPtr::null(), scale: DevPtr::null() };
 }
 
-/// How a quantised weight's layouts lie in memory. Each has a buffer of its own, so that the one that forward alone reads can
-/// be freed before backward.
+/// The memory of a quantised weight's layouts. Each layout has its own buffer, so that a layout that only forward reads
+/// can be freed before backward.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct WeightLayout {
-    /// Layouts that are there.
+    /// Layouts that exist.
     pub usage: Usage,
     /// Bytes of the row layout's buffer, 0 without one.
     pub row_bytes: usize,
@@ -31,7 +31,7 @@ pub struct WeightLayout {
     pub col_bytes: usize,
     pub(crate) row_scale: usize,
     pub(crate) col_scale: usize,
-    /// Both layouts have one scale, which lies in the column layout's buffer.
+    /// Whether both layouts share one scale, which is in the column layout's buffer.
     pub(crate) shared_scale: bool,
 }
 
@@ -76,11 +76,11 @@ impl Slot<'_> {
 /// A quantised weight, as its layer keeps it.
 #[derive(Clone, Copy, Debug)]
 pub struct WeightBuffer<'a> {
-    /// Buffer of the row layout; null where that is not there, or not any more.
+    /// Buffer of the row layout; null if it does not exist, or no longer.
     pub row: DevPtr<'a>,
     /// Buffer of the column layout.
     pub col: DevPtr<'a>,
-    /// What lies where in them.
+    /// The places in these buffers.
     pub layout: WeightLayout,
 }
 
@@ -91,7 +91,7 @@ impl<'a> WeightBuffer<'a> {
         Self { row: data, col: data.offset(layout.row_bytes), layout }
     }
 
-    /// The row layout; null pointers when it is not there.
+    /// The row layout; null pointers if it does not exist.
     #[must_use]
     pub fn row(&self) -> Quantized<'a> {
         let WeightLayout { usage, row_scale, col_scale, shared_scale, .. } = self.layout;
@@ -102,7 +102,7 @@ impl<'a> WeightBuffer<'a> {
         Quantized { data: self.row, scale }
     }
 
-    /// The column layout; null pointers when it is not there.
+    /// The column layout; null pointers if it does not exist.
     #[must_use]
     pub fn col(&self) -> Quantized<'a> {
         if self.layout.usage.columnwise {
@@ -116,15 +116,15 @@ impl<'a> WeightBuffer<'a> {
 /// Delayed-scaling slots of one linear op; null pointers for other recipes.
 #[derive(Clone, Copy, Debug)]
 pub struct LinearSlots<'a> {
-    /// The input's.
+    /// The slot of the input.
     pub input: Slot<'a>,
-    /// The weight's.
+    /// The slot of the weight.
     pub weight: Slot<'a>,
-    /// The one of the output's gradient.
+    /// The slot of the output's gradient.
     pub grad: Slot<'a>,
-    /// The one of an output in FP8.
+    /// The slot of an output in FP8.
     pub output: Slot<'a>,
-    /// The one of a gradient of the input in FP8.
+    /// The slot of an FP8 gradient of the input.
     pub grad_input: Slot<'a>,
 }
 

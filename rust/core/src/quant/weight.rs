@@ -1,6 +1,5 @@
-//! What is known of the quantised weight that a layer keeps between calls.
-//!
-//! The binding owns the buffers; whether a kept weight still is the weight is decided here.
+//! The record of a quantised weight that a layer keeps between calls. The binding owns the buffers. This module decides
+//! whether a kept weight is still up to date.
 
 use crate::base::dtype::{DType, Device};
 use crate::quant::value::WeightLayout;
@@ -32,7 +31,7 @@ impl From<Microbatch> for Option<bool> {
     }
 }
 
-/// What identifies a weight's content as far as the host can see.
+/// The identity of a weight's content, as far as the host can see.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WeightToken {
     /// Address of its first element.
@@ -50,28 +49,26 @@ pub struct WeightRecord {
     pub token: WeightToken,
     /// Its device.
     pub device: Device,
-    /// Layouts and where they lie.
+    /// Layouts and their places.
     pub layout: WeightLayout,
     /// Epoch of the autocast region.
     pub epoch: u64,
-    /// Updates of the scales it was quantised with; 0 where scales follow from the weight alone.
+    /// Number of updates of the scales; 0 if scales follow from the weight alone.
     pub generation: u64,
     /// [`Dispatcher::cache_epoch`](crate::runtime::dispatcher::Dispatcher::cache_epoch).
     pub cache_epoch: u64,
-    /// The call needs gradients. Weights are often exchanged between training and evaluation by writes that leave no
-    /// trace (`weight.data.copy_`), so that the one does not use what the other quantised.
+    /// Whether the call needs gradients. Writes that leave no trace (`weight.data.copy_`) often exchange weights
+    /// between training and evaluation, so neither uses the other's FP8 weight.
     pub training: bool,
-    /// [`Dispatcher::optimizer_steps`](crate::runtime::dispatcher::Dispatcher::optimizer_steps): optimizers that write through raw
-    /// pointers, and sharding that gathers weights behind torch's back, do not move the version counter.
+    /// [`Dispatcher::optimizer_steps`](crate::runtime::dispatcher::Dispatcher::optimizer_steps): optimizers that write
+    /// through raw pointers, and sharding that gathers weights outside of torch, do not change the version counter.
     pub optimizer_steps: u64,
 }
 
 impl WeightRecord {
-    /// Whether this kept weight serves a call that would quantise `wanted`. The caller has still to see that the memory
-    /// it was read from was not freed since, for its address may be another tensor's by then.
-    ///
-    /// A graph under capture runs later, on weights that may have changed by then, so that it reuses nothing unless
-    /// it is told to by [`Microbatch::Later`].
+    /// Whether a call that would quantise `wanted` can use this kept weight. The caller must also check that the
+    /// weight's memory was not freed since, because another tensor may have its address. A graph under capture runs
+    /// later, on weights that may have changed by then, so it reuses a weight only with [`Microbatch::Later`].
     #[must_use]
     #[inline]
     pub fn serves(&self, wanted: &Self, microbatch: Microbatch, capturing: bool) -> bool {
@@ -95,7 +92,7 @@ impl WeightRecord {
 }
 
 impl WeightRecord {
-    /// Whether two calls quantise one weight into the same places under one recipe, whatever its content is by then.
+    /// Whether two calls quantise one weight into the same places under one recipe, ignoring its content.
     #[must_use]
     pub fn is_of_the_same_call(&self, other: &Self) -> bool {
         self.token.address == other.token.address

@@ -1,8 +1,7 @@
-//! The autocast state: what the innermost region asks for, and which delayed-scaling buffers are due.
-//! Layers read [`AutocastState::current`] on every call; a plan made under its epoch holds as long as the epoch does.
-//!
-//! Regions nest by snapshots: entering returns the region that was in force, leaving puts it back, also out of order, as
-//! in Transformer Engine. Threads have regions of their own ([`crate::recipe::scopes`]); the buffers are the process's.
+//! The autocast state: the innermost region, and the delayed-scaling buffers that are due for an update. Layers read
+//! [`AutocastState::current`] on every call; a plan made under its epoch holds as long as the epoch does. Regions nest
+//! by snapshots: entering returns the former region, and leaving restores it, also out of order, as in Transformer
+//! Engine. Threads have their own regions ([`crate::recipe::scopes`]); all threads share the buffers.
 
 use std::sync::Arc;
 
@@ -20,12 +19,12 @@ pub struct AutocastState {
     scopes: Scopes,
     recipes: Vec<Recipe>,
     groups: Vec<u64>,
-    /// Threads in a phase of activation recomputation, once for each: layers of delayed scaling record their scales in
-    /// the first phase, and use them again in the second.
+    /// Threads in a phase of activation recomputation, one entry per phase: layers of delayed scaling record their
+    /// scales in the first phase, and use them again in the second.
     phases: Vec<u64>,
     registries: [Registry; 2],
     next_id: u64,
-    /// First FP8 layers so far.
+    /// Number of outermost regions in which an FP8 layer has run.
     first_modules: u64,
 }
 
@@ -50,29 +49,29 @@ impl AutocastState {
         &self.scopes.seen().region
     }
 
-    /// Number of regions entered and not left.
+    /// Number of regions that were entered and not left.
     pub fn depth(&mut self) -> u32 {
         self.scopes.seen().depth
     }
 
-    /// Overwrites the number of regions entered, for callers that restore a state of their own.
+    /// Overwrites the number of entered regions, for callers that restore a snapshot.
     pub fn set_depth(&mut self, depth: u32) {
         self.scopes.seen().depth = depth;
         self.scopes.end();
     }
 
-    /// What the caller of the innermost region keeps with it.
+    /// The caller's data of the innermost region.
     pub fn given(&mut self) -> Option<&Given> {
         self.scopes.seen().given.as_ref()
     }
 
-    /// What the caller of a region kept with it and nothing here needs any longer; to be dropped where anything may run.
+    /// A caller's data of a finished region; drop it where foreign code may run.
     pub fn pop_released(&mut self) -> Option<Given> {
         self.scopes.pop_released()
     }
 
-    /// Enters a region and returns the one that was in force, to be handed to [`AutocastState::exit`]. `given` is what the
-    /// caller keeps with the region.
+    /// Enters a region and returns the former one for [`AutocastState::exit`]. `given` is the caller's data of the
+    /// region.
     ///
     /// # Errors
     /// As [`AutocastState::set`]; nothing has changed then.
@@ -84,13 +83,13 @@ impl AutocastState {
         Ok(former)
     }
 
-    /// Enters a region as it was recorded, to do again what was done in it.
+    /// Enters a recorded region again, for a recomputation.
     pub fn repeat(&mut self, region: &Region) -> Former {
         let given = self.given().cloned();
         self.repeat_with(region, given)
     }
 
-    /// The same, with what its caller kept with it.
+    /// The same, with the caller's data.
     pub fn repeat_with(&mut self, region: &Region, given: Option<Given>) -> Former {
         let former = self.scopes.replace(*region, given);
         self.scopes.own().depth += 1;
@@ -108,7 +107,7 @@ impl AutocastState {
         Ok(former)
     }
 
-    /// Puts back what [`AutocastState::hold`] replaced.
+    /// Restores the region that [`AutocastState::hold`] replaced.
     pub fn take_back(&mut self, former: &Former) {
         let scope = self.scopes.restore(former);
         scope.held = scope.held.saturating_sub(1);
@@ -121,9 +120,9 @@ impl AutocastState {
         (self.scopes.seen().held != 0, self.scopes.has_own())
     }
 
-    /// Leaves the innermost region for `former`, and says what is then due of the forward scales. `updates` is whether
-    /// that region updates them: it quantised or calibrated, and was no graph's. Whether gradients are enabled is
-    /// the caller's to ask: without them only calibration updates.
+    /// Leaves the innermost region for `former`, and returns which forward scales are due. `updates` tells whether the
+    /// region updates them: it quantised or calibrated, and was not part of a graph. The caller must check whether
+    /// gradients are enabled; without gradients only calibration updates.
     pub fn exit(&mut self, former: &Former, updates: bool) -> Due {
         let scope = self.scopes.restore(former);
         scope.depth = scope.depth.saturating_sub(1);
@@ -146,7 +145,8 @@ impl AutocastState {
         Ok(())
     }
 
-    /// Puts this thread into a phase of activation recomputation; its number, for [`AutocastState::leave_phase`].
+    /// Puts this thread into a phase of activation recomputation; returns the thread's number, for
+    /// [`AutocastState::leave_phase`].
     pub fn enter_phase(&mut self) -> u64 {
         let thread = thread_number();
         self.phases.push(thread);
@@ -160,8 +160,8 @@ impl AutocastState {
         }
     }
 
-    /// The thread whose phases of activation recomputation this thread is in: its own, or those of the one that it works
-    /// for, as without a region of its own it is in that one's.
+    /// The thread whose phases of activation recomputation apply to this thread: itself, or, if it has no region, the
+    /// thread that it works for.
     pub fn phase_thread(&mut self) -> Option<u64> {
         let &first = self.phases.first()?;
         let own = thread_number();
@@ -171,7 +171,7 @@ impl AutocastState {
         if self.scopes.has_own() { None } else { Some(first) }
     }
 
-    /// Whether this thread's layers of delayed scaling have to ask for their scales.
+    /// Whether this thread's layers of delayed scaling must note or read scales on a tape.
     #[inline]
     pub fn recomputes(&mut self) -> bool {
         !self.phases.is_empty() && self.phase_thread().is_some()
@@ -196,28 +196,28 @@ impl AutocastState {
         })
     }
 
-    /// Back to the state of a fresh process, but for the registered slots: they live as long as their layers.
+    /// Restores the state of a fresh process, except the registered slots, which live as long as their layers.
     pub fn reset(&mut self) {
         self.scopes.clear();
         self.phases.clear();
         self.registries.iter_mut().for_each(Registry::forget_ran);
     }
 
-    /// Whether the caller is the first FP8 layer of the outermost region; true once. Its backward is the last one,
-    /// and updates the backward scales.
+    /// Whether the caller is the first FP8 layer of the outermost region; true once. Its backward runs last, and
+    /// updates the backward scales.
     pub fn take_first_fp8_module(&mut self) -> bool {
         let is_first = std::mem::replace(&mut self.scopes.seen().region.is_first_fp8_module, false);
         self.first_modules += u64::from(is_first);
         is_first
     }
 
-    /// First FP8 layers so far: another one began another region.
+    /// Number of outermost regions in which an FP8 layer has run; it changes with each such region.
     #[must_use]
     pub const fn first_modules(&self) -> u64 {
         self.first_modules
     }
 
-    /// Overwrites what [`AutocastState::take_first_fp8_module`] will answer.
+    /// Overwrites the next result of [`AutocastState::take_first_fp8_module`].
     pub fn set_first_fp8_module(&mut self, is_first: bool) {
         self.scopes.seen().region.is_first_fp8_module = is_first;
     }
@@ -241,7 +241,7 @@ impl AutocastState {
         Ok(self.recipes.len() as u32)
     }
 
-    /// Whether any recipe that was ever used has algorithms of the user's own.
+    /// Whether any recipe so far has algorithms of the user.
     #[must_use]
     pub fn has_own_algorithms(&self) -> bool {
         self.recipes.iter().any(|recipe| recipe.delayed.custom != 0)
@@ -258,8 +258,8 @@ impl AutocastState {
             | u64::from(request.calibrating)
     }
 
-    /// Looks whether a layer's buffers can be registered: `history` f32 `(history_len, count)`, `scale` f32 `(count)`, both
-    /// contiguous. Ranks of `group` reduce their maxima together.
+    /// Checks whether a layer's buffers can be registered: `history` f32 `(history_len, count)`, `scale` f32 `(count)`,
+    /// both contiguous. Ranks of `group` reduce their maxima together.
     ///
     /// # Errors
     /// The tensors do not fit each other, or the recipe is not one of delayed scaling.
@@ -278,7 +278,7 @@ impl AutocastState {
         SlotsPlan::new(direction, (&recipe, recipe_id), group, history, scale)
     }
 
-    /// Registers buffers, which `memory` owns. With `former`, they take the place of other slots of the same layer.
+    /// Registers buffers, which `memory` owns. With `former`, they replace other slots of the same layer.
     pub fn register(
         &mut self,
         plan: SlotsPlan,
@@ -290,30 +290,31 @@ impl AutocastState {
         self.registries[plan.direction() as usize].register(id, plan, memory, former)
     }
 
-    /// Lets slots take part in updates from now on, whether their layer runs or not: at the place that they have, or the
-    /// next one. Copies and loaded states may be on one rank alone, which the others would not reduce with.
+    /// Lets slots take part in updates from now on, even if their layer does not run: at their present place, or the
+    /// next one. Copies and loaded states take no part before, since they may exist on one rank only, and the other
+    /// ranks would not reduce with it.
     pub fn take_part(&mut self, slots: &Arc<AmaxSlots>) {
         self.registries[slots.direction() as usize].take_part(slots);
     }
 
-    /// Takes slots that are gone out of a bucket: all of them, where there are no other ranks; or those that are gone on all
-    /// ranks, where `reduced` has a number below zero, which no rank with a maximum has brought.
+    /// Removes freed slots from a bucket: all of them if there are no other ranks, else those that are freed on all
+    /// ranks, for which `reduced` has a negative number.
     pub fn forget_gone(&mut self, direction: Direction, bucket: &Bucket, reduced: Option<&[f32]>) {
         self.registries[direction as usize].forget_gone(bucket, reduced);
     }
 
-    /// Takes all slots that are gone out of the updates of a direction: nothing is reduced.
+    /// Removes all freed slots from the updates of a direction without a reduction.
     pub fn forget_all_gone(&mut self, direction: Direction) {
         self.registries[direction as usize].forget_all_gone();
     }
 
-    /// Notes that a layer has taken maxima into its slots: they take part in the next update.
+    /// Notes that a layer has raised maxima of its slots, which take part in the next update.
     #[inline]
     pub fn mark_ran(&mut self, slots: &AmaxSlots) {
         self.registries[slots.direction() as usize].mark_ran(slots);
     }
 
-    /// Notes that of all slots that take part in updates: a replayed graph has run their layers unseen.
+    /// Notes the same for all slots in updates, after a replayed graph may have run their layers.
     pub fn mark_all_ran(&mut self, direction: Direction) {
         let registry = &mut self.registries[direction as usize];
         registry.participants().iter().for_each(|slots| registry.mark_ran(slots));
@@ -337,7 +338,8 @@ impl AutocastState {
         self.registries[direction as usize].participants()
     }
 
-    /// The same by recipe, group and device, each bucket at the place of its first slots; made anew only after a change.
+    /// The same in buckets of recipe, group and device, ordered by their first slots; the buckets are made again only
+    /// after a change.
     pub fn buckets(&mut self, direction: Direction) -> &[Arc<Bucket>] {
         self.registries[direction as usize].buckets(&self.recipes)
     }
@@ -348,9 +350,8 @@ impl AutocastState {
         self.registries[direction as usize].due_device()
     }
 
-    /// Hands over the slots of `device` whose layers ran, and forgets that they did; drops those of dead layers.
-    ///
-    /// Slots whose layer did not run hold a zero in the live row, for which the update is the identity: they stay out.
+    /// Returns the slots of `device` whose layers ran, and clears these marks; drops the slots of freed layers. Slots
+    /// whose layer did not run are left out: their live row is zero, for which the update is the identity.
     pub fn take_due(&mut self, direction: Direction, device: Device, visit: impl FnMut(Arc<AmaxSlots>, &Recipe)) {
         self.registries[direction as usize].take_due(&self.recipes, device, visit);
     }

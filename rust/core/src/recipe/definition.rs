@@ -1,14 +1,14 @@
-//! What a quantisation recipe asks for, as one small `Copy` value, and which layouts of each operand the GEMMs of a
-//! linear layer then need. The binding describes Python recipes in these terms; plans read them and nothing else.
+//! A quantisation recipe as one small `Copy` value, and the layouts of each operand that the GEMMs of a linear layer
+//! need under it. The binding translates Python recipes into this form, and plans read only this form.
 
 use te_fast_kernels::Fp8;
 
 use crate::base::error::{Error, Result};
 
-/// Transformer Engine wants row counts to be multiples of this.
+/// Transformer Engine requires row counts in multiples of this.
 pub const ROW_GRANULE: usize = 8;
 
-/// How scales come about.
+/// The kind of scaling.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Scaling {
@@ -82,7 +82,7 @@ pub enum AmaxAlgorithm {
     MostRecent,
 }
 
-/// What delayed scaling adds.
+/// Options of delayed scaling.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Delayed {
     /// Scales are lowered by 2 to this power.
@@ -97,7 +97,7 @@ pub struct Delayed {
     pub custom: u32,
 }
 
-/// Precision of the backward pass where it differs from the forward's.
+/// Precision of the backward pass, if it differs from the forward's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum BackwardOverride {
@@ -109,10 +109,10 @@ pub enum BackwardOverride {
     Dequantized,
 }
 
-/// A recipe. Equal values quantise alike, so they share an epoch and a plan.
+/// A recipe. Equal values quantise equally, so they share an epoch and a plan.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Recipe {
-    /// How scales come about.
+    /// The kind of scaling.
     pub scaling: Scaling,
     /// Type of inputs and weights.
     pub fwd: Fp8,
@@ -183,14 +183,14 @@ impl Recipe {
         matches!(self.scaling, Scaling::Delayed | Scaling::Current)
     }
 
-    /// Rows to append until GEMMs take them: cuBLASLt has block-scaled ones for multiples of 8 only, per-tensor ones for
-    /// any number.
+    /// Number of rows to append for GEMMs: cuBLASLt has block-scaled products only for multiples of 8 rows, and
+    /// per-tensor products for any number.
     #[must_use]
     pub const fn missing_rows(&self, rows: usize) -> usize {
         if self.is_per_tensor() { 0 } else { rows.next_multiple_of(ROW_GRANULE) - rows }
     }
 
-    /// Refuses values that no kernel can work with.
+    /// Refuses values that kernels do not support.
     ///
     /// # Errors
     /// [`Value`](crate::base::error::ErrorKind::Value), naming the field.

@@ -1,4 +1,4 @@
-//! Autocast regions: what is asked for, what is then in force, and what a region replaced.
+//! Autocast regions: the request, the region in force, and the region that it replaced.
 
 use std::any::Any;
 use std::fmt;
@@ -6,20 +6,20 @@ use std::sync::Arc;
 
 use crate::recipe::definition::Recipe;
 
-/// What a region's caller keeps with it, the objects that it was given say. Nothing here looks into it, or drops the last
-/// reference to it: `AutocastState::pop_released` hands it back, since the drop may run anything.
+/// The caller's data of a region, for instance the recipe object. This crate neither reads it nor drops the last
+/// reference to it: `AutocastState::pop_released` returns it, since its drop may run foreign code.
 pub type Given = Arc<dyn Any + Send + Sync>;
 
-/// What an autocast region asks for.
+/// The request of an autocast region.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Request {
     /// Layers quantise.
     pub enabled: bool,
-    /// Layers record absolute maxima, also where they do not quantise.
+    /// Layers record absolute maxima, even if they do not quantise.
     pub calibrating: bool,
     /// The region is part of a captured graph: its caller updates the scales.
     pub graph: bool,
-    /// The recipe; none will do while neither flag is set.
+    /// The recipe; it may be none if neither flag is set.
     pub recipe: Option<Recipe>,
     /// Process group of the amax reduction, as a number that no other group ever has; 0 is the default group.
     pub group: u64,
@@ -29,8 +29,8 @@ pub struct Request {
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[expect(clippy::struct_excessive_bools, reason = "four facts that do not depend on each other")]
 pub struct Region {
-    /// Equal exactly when layers must behave alike: a function of the flags, the recipe's content and the group.
-    /// [`Region::HIGH_PRECISION`]'s epoch, 0, means that nothing is quantised or recorded.
+    /// Equal exactly if layers must behave in the same way: a function of the flags, the recipe's content and the
+    /// group. [`Region::HIGH_PRECISION`]'s epoch, 0, means that nothing is quantised or recorded.
     pub epoch: u64,
     /// Layers quantise.
     pub enabled: bool,
@@ -40,9 +40,9 @@ pub struct Region {
     pub graph: bool,
     /// No FP8 layer has run in the outermost region yet.
     pub is_first_fp8_module: bool,
-    /// The recipe; the default one where the region names none.
+    /// The recipe; the default recipe if the region has none.
     pub recipe: Recipe,
-    /// Index of the recipe's content, from 1; 0 where the region names none.
+    /// Index of the recipe's content, from 1; 0 if the region has no recipe.
     pub recipe_id: u32,
     /// Process group of the amax reduction.
     pub group: u64,
@@ -68,12 +68,12 @@ impl Region {
     }
 }
 
-/// What was in force where a region was entered, and which thread entered it.
+/// The former region at an entry, and the thread that entered.
 #[derive(Clone)]
 pub struct Former {
     /// The region that was in force.
     pub region: Region,
-    /// What its caller keeps with it.
+    /// The caller's data.
     pub given: Option<Given>,
     /// [`thread_number`](crate::recipe::scopes::thread_number) of that thread.
     pub thread: u64,

@@ -1,12 +1,12 @@
-//! Which thread is in which autocast region. Every thread has its own; one that has entered none sees another's, so
-//! that threads which work for one inside of a region are inside of it, too.
+//! The autocast regions of threads. Every thread has its own regions. A thread that has entered none uses another
+//! thread's, so that worker threads share the region of the thread that they work for.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::recipe::region::{Former, Given, Region};
 
-/// A number of this thread's own, never given twice.
+/// A unique number of this thread.
 #[must_use]
 #[inline]
 pub fn thread_number() -> u64 {
@@ -23,13 +23,16 @@ pub(crate) struct Scope {
     thread: u64,
     /// The innermost one.
     pub(crate) region: Region,
-    /// What its caller keeps with it.
+    /// The caller's data.
     pub(crate) given: Option<Given>,
-    /// Regions entered and not left, those that the thread began inside of with them.
+    /// Number of regions that were entered and not left, including those of the other thread in which this thread
+    /// began.
     pub(crate) depth: u32,
-    /// The thread began inside of so many regions of another, and ends with its last own one.
+    /// Number of regions of another thread in which this thread began; the scope ends with the thread's last own
+    /// region.
     borrowed: Option<u32>,
-    /// Regions that were put in force without being entered, and not taken back: the thread needs its scope till then.
+    /// Number of regions that were put in force without an entry, and not restored; the thread needs its scope until
+    /// then.
     pub(crate) held: u32,
 }
 
@@ -48,7 +51,7 @@ impl Scope {
         self.depth == 0 && self.region.epoch == 0 && self.held == 0
     }
 
-    /// Set without a region having been entered, or left.
+    /// Whether the region was changed without an entry or exit.
     fn is_nobodys(&self) -> bool {
         self.thread == 0 || self.is_idle()
     }
@@ -57,13 +60,13 @@ impl Scope {
         self.held == 0 && (self.is_idle() || self.borrowed.is_some_and(|begun| self.depth <= begun))
     }
 
-    /// What to go back to.
+    /// The region to restore.
     pub(crate) fn former(&self) -> Former {
         Former { region: self.region, given: self.given.clone(), thread: self.thread }
     }
 }
 
-/// The scopes of all threads that are in a region: one, as a rule, and then nobody asks which thread it is.
+/// The scopes of all threads that are in a region. Usually there is one, and the thread need not be looked up.
 #[derive(Debug)]
 pub(crate) struct Scopes {
     top: Scope,
@@ -71,7 +74,7 @@ pub(crate) struct Scopes {
     released: Released,
 }
 
-/// What scopes kept and have no more use for.
+/// Callers' data of finished scopes.
 #[derive(Default)]
 pub(crate) struct Released(Vec<Given>);
 
@@ -88,7 +91,7 @@ impl Default for Scopes {
 }
 
 impl Scopes {
-    /// The scope that this thread sees: its own, else the one that did not begin inside of another.
+    /// The scope that this thread uses: its own, else the scope that did not begin inside of another one.
     #[inline]
     pub(crate) fn seen(&mut self) -> &mut Scope {
         if self.others.is_empty() { &mut self.top } else { self.seen_of_many() }
@@ -108,13 +111,13 @@ impl Scopes {
         self.find(thread_number()) && !self.top.is_idle()
     }
 
-    /// This thread's own scope; a new one begins with what the thread sees.
+    /// This thread's own scope; a new scope begins with the region that the thread uses.
     #[inline]
     pub(crate) fn own(&mut self) -> &mut Scope {
         self.of(thread_number())
     }
 
-    /// Puts another region in force for this thread; what was.
+    /// Puts another region in force for this thread; returns the former one.
     pub(crate) fn replace(&mut self, region: Region, given: Option<Given>) -> Former {
         let scope = self.own();
         let former = scope.former(); // which has what was given, so that nothing is dropped here
@@ -123,7 +126,8 @@ impl Scopes {
         former
     }
 
-    /// Puts back what [`Scopes::replace`] replaced, for the thread that it was, whichever thread asks; its scope.
+    /// Restores the region that [`Scopes::replace`] replaced, for the thread of that call, even if another thread asks;
+    /// returns its scope.
     pub(crate) fn restore(&mut self, former: &Former) -> &mut Scope {
         let scope = self.of(former.thread);
         scope.region = former.region;
@@ -132,12 +136,12 @@ impl Scopes {
         &mut self.top // where `of` leaves it
     }
 
-    /// Keeps for [`Scopes::pop_released`] what nobody may drop here.
+    /// Keeps data for [`Scopes::pop_released`] that must not be dropped here.
     pub(crate) fn release(&mut self, given: Option<Given>) {
         self.released.0.extend(given);
     }
 
-    /// What a scope kept and has no more use for.
+    /// The data of a finished scope.
     pub(crate) fn pop_released(&mut self) -> Option<Given> {
         self.released.0.pop()
     }
@@ -193,7 +197,7 @@ impl Scopes {
         if let Some(depth) = self.top.borrowed
             && self.others.iter().all(|scope| scope.borrowed.is_some())
         {
-            // Whose regions it began inside of has left them: its own are the outermost now.
+            // The thread whose regions it began in has left them, so its own regions are the outermost now.
             self.top.depth = self.top.depth.saturating_sub(depth);
             self.top.borrowed = Some(0);
         }

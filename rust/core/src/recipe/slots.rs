@@ -1,5 +1,5 @@
-//! The buffers of delayed scaling: those of a layer in one direction, and the registry of all of one direction, with
-//! those among them whose maxima ranks reduce together.
+//! The buffers of delayed scaling: the slots of a layer in one direction, the registry of all slots of a direction, and
+//! the buckets of slots whose maxima ranks reduce together.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -42,21 +42,21 @@ pub trait SlotMemory: Send + Sync {
     fn scale(&self) -> DevPtr<'_>;
 }
 
-/// What has changed in who takes part.
+/// A change among the slots that take part.
 #[derive(Debug, Default)]
 struct Changes {
-    /// Anything: buckets are to be made anew.
+    /// Any change: the buckets must be made again.
     any: AtomicBool,
-    /// Somebody is gone.
+    /// Some slots were freed.
     gone: AtomicBool,
 }
 
-/// A layer's part in updates, whichever slots stand for it.
+/// A layer's part in updates, shared by the slots that replace each other.
 #[derive(Debug, Default)]
 struct Part {
-    /// They take part, at a place in the order of first forwards.
+    /// The slots take part, at a place in the order of first forwards.
     has_place: AtomicBool,
-    /// Whoever had the tensors is gone.
+    /// The owner of the tensors is gone.
     gone: AtomicBool,
 }
 
@@ -66,8 +66,8 @@ impl Part {
     }
 }
 
-/// The delayed-scaling buffers of one layer in one direction. The layer owns it; when the last owner drops it, the
-/// registry forgets it.
+/// The delayed-scaling buffers of one layer in one direction. The layer owns the slots; when the last owner drops them,
+/// the registry drops its entry.
 pub struct AmaxSlots {
     id: u64,
     direction: Direction,
@@ -76,11 +76,11 @@ pub struct AmaxSlots {
     device: Device,
     history_len: u32,
     count: u32,
-    /// Shared with the slots that take these ones' place.
+    /// Shared with the slots that replace these.
     ran: Arc<AtomicBool>,
-    /// Others have taken their place; calls that began before may still hold these.
+    /// Other slots have replaced these; calls that began before may still hold these.
     retired: AtomicBool,
-    /// Shared with the slots that take these ones' place.
+    /// Shared with the slots that replace these.
     part: Arc<Part>,
     /// The registry's.
     changes: Arc<Changes>,
@@ -94,7 +94,7 @@ impl fmt::Debug for AmaxSlots {
 }
 
 impl AmaxSlots {
-    /// Number that names these slots for the length of the process; ascending in the order of registration.
+    /// Number of these slots, unique in the process and ascending in the order of registration.
     #[must_use]
     pub fn id(&self) -> u64 {
         self.id
@@ -106,13 +106,13 @@ impl AmaxSlots {
         self.direction
     }
 
-    /// Where the buffers live.
+    /// Device of the buffers.
     #[must_use]
     pub fn device(&self) -> Device {
         self.device
     }
 
-    /// The history, f32 `(history_len, count)`; row 0 is live: kernels take the maximum into it.
+    /// The history, f32 `(history_len, count)`; row 0 is live: kernels raise it to the maximum.
     #[must_use]
     #[inline]
     pub fn history(&self) -> DevPtr<'_> {
@@ -132,20 +132,20 @@ impl AmaxSlots {
         self.ran.load(Ordering::Relaxed)
     }
 
-    /// Whether others have taken their place: the layer has to ask for those.
+    /// Whether other slots have replaced these; the layer must then use those.
     #[must_use]
     #[inline]
     pub fn is_retired(&self) -> bool {
         self.retired.load(Ordering::Relaxed)
     }
 
-    /// Forgets that the layer ran: its caller has updated the scales itself.
+    /// Clears the mark that the layer ran, since the caller has updated the scales itself.
     pub fn clear_ran(&self) {
         self.ran.store(false, Ordering::Relaxed);
     }
 
-    /// Takes no part in updates from now on, unless the layer runs: whoever had the tensors is gone. Others may have taken
-    /// their place; then nothing changes.
+    /// Takes no part in updates from now on, unless the layer runs, because the owner of the tensors is gone. If other
+    /// slots have replaced these, nothing changes.
     pub fn withdraw(&self) {
         if !self.is_retired() {
             self.part.gone.store(true, Ordering::Relaxed);
@@ -173,24 +173,23 @@ impl Drop for AmaxSlots {
     }
 }
 
-/// What a region's end leaves to do.
+/// The work that is due at a region's end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Due {
     /// Nothing.
     Nothing = 0,
-    /// No layer ran, but a bucket is updated at every exit: with the user's algorithms, or in step with other ranks.
+    /// No layer ran, but a bucket is updated at every exit, for users' algorithms or together with other ranks.
     Unconditional = 1,
     /// Layers ran.
     Ran = 2,
 }
 
-/// Slots of one recipe, group and device that take part in updates whether their layers ran or not: ranks reduce their
-/// maxima together, whose order is that of the layers' first forwards. It is the same on every rank that runs the same
-/// model, whatever copies and loaded checkpoints one of them has besides.
-///
-/// Ranks free their layers at different times, some only when a garbage collector comes by. So slots that are gone keep
-/// their place, until they are gone on all ranks: see [`Bucket::looks_for_gone`].
+/// Slots of one recipe, group and device that take part in updates even if their layers did not run, since ranks reduce
+/// their maxima together. Their order is that of the layers' first forwards. It is the same on every rank that runs the
+/// same model, even if a rank also has copies and loaded checkpoints. Ranks free their layers at different times, some
+/// only when a garbage collector runs. So freed slots keep their place until they are freed on all ranks: see
+/// [`Bucket::looks_for_gone`].
 #[derive(Debug)]
 pub struct Bucket {
     recipe_id: u32,
@@ -198,17 +197,18 @@ pub struct Bucket {
     pub recipe: Recipe,
     /// Process group of the reduction.
     pub group: u64,
-    /// Where the buffers live.
+    /// Device of the buffers.
     pub device: Device,
     members: Vec<Member>,
     tensors: u32,
-    /// The ranks have been found to have such a bucket.
+    /// Whether the ranks have compared this bucket.
     agreed: AtomicBool,
     /// Reductions so far of this recipe, group and device, as many as on the other ranks.
     reductions: AtomicU64,
 }
 
-/// How often ranks look which slots are gone on all of them: it makes the host wait for the device.
+/// Interval, in reductions, of the search for slots that are freed on all ranks, since it makes the host wait for the
+/// device.
 const REDUCTIONS_PER_LOOK: u64 = 16;
 
 /// Slots of a bucket.
@@ -223,13 +223,13 @@ pub struct Member {
 }
 
 impl Member {
-    /// The slots; none if they are gone, or others have taken their place.
+    /// The slots; none if they are freed or replaced.
     #[must_use]
     pub fn slots(&self) -> Option<Arc<AmaxSlots>> {
         if self.part.is_gone() { None } else { self.slots.upgrade().filter(|slots| !slots.is_retired()) }
     }
 
-    /// Whether whoever had the tensors is gone.
+    /// Whether the owner of the tensors is gone.
     #[must_use]
     pub fn is_gone(&self) -> bool {
         self.part.is_gone()
@@ -249,30 +249,30 @@ impl Bucket {
         &self.members
     }
 
-    /// Whether some are gone.
+    /// Whether some slots are freed.
     #[must_use]
     pub fn has_gone(&self) -> bool {
         self.members.iter().any(Member::is_gone)
     }
 
-    /// Whether all are.
+    /// Whether all slots are freed.
     #[must_use]
     pub fn is_gone(&self) -> bool {
         self.members.iter().all(Member::is_gone)
     }
 
-    /// Whether the ranks have been found to have such a bucket, with as many tensors of each of its slots.
+    /// Whether the ranks have compared this bucket and its numbers of tensors.
     #[must_use]
     pub fn is_agreed(&self) -> bool {
         self.agreed.load(Ordering::Relaxed)
     }
 
-    /// Notes that they have.
+    /// Notes that the ranks have compared it.
     pub fn agree(&self) {
         self.agreed.store(true, Ordering::Relaxed);
     }
 
-    /// Notes a reduction; whether it is one behind which all ranks look which slots are gone on all of them.
+    /// Notes a reduction; returns whether all ranks search for freed slots after it.
     pub fn looks_for_gone(&self) -> bool {
         (self.reductions.fetch_add(1, Ordering::Relaxed) + 1).is_multiple_of(REDUCTIONS_PER_LOOK)
     }
@@ -282,7 +282,7 @@ impl Bucket {
     }
 }
 
-/// What new slots are, but for their memory: what `AutocastState::plan_slots` has found right.
+/// Checked properties of new slots, without their memory; made by `AutocastState::plan_slots`.
 #[derive(Clone, Copy, Debug)]
 pub struct SlotsPlan {
     direction: Direction,
@@ -320,7 +320,7 @@ impl SlotsPlan {
     }
 }
 
-/// What takes part in updates, as it was when it last did: those that are gone are known by it alone.
+/// Entry of slots in updates, which outlives freed slots.
 #[derive(Debug)]
 struct Participant {
     slots: Weak<AmaxSlots>,
@@ -346,10 +346,10 @@ impl Participant {
 #[derive(Debug, Default)]
 pub(crate) struct Registry {
     slots: Vec<Weak<AmaxSlots>>,
-    /// Those that take part, in the order of their places.
+    /// The slots that take part, in order.
     participants: Vec<Participant>,
     ran: bool,
-    /// Some bucket wants an update at every exit.
+    /// Whether some bucket needs an update at every exit.
     unconditional: bool,
     buckets: Vec<Arc<Bucket>>,
     changes: Arc<Changes>,
@@ -360,7 +360,7 @@ const fn is_unconditional(recipe: &Recipe) -> bool {
 }
 
 impl Registry {
-    /// Registers slots; they take the place of `former`.
+    /// Registers slots, which replace `former`.
     pub(crate) fn register(
         &mut self,
         id: u64,
@@ -404,8 +404,8 @@ impl Registry {
         }
     }
 
-    /// Takes slots that are gone out of a bucket: all of them, or those of which other ranks have nothing either, where the
-    /// reduced maxima are below zero.
+    /// Removes freed slots from a bucket: all of them, or those that are freed on all ranks, whose reduced maxima are
+    /// negative.
     pub(crate) fn forget_gone(&mut self, bucket: &Bucket, reduced: Option<&[f32]>) {
         let is_over = |member: &&Member| {
             let unknown = reduced.is_none_or(|maxima| maxima.get(member.first as usize).is_some_and(|&max| max < 0.0));
@@ -417,7 +417,7 @@ impl Registry {
         }
     }
 
-    /// Takes all slots that are gone out: there are no other ranks.
+    /// Removes all freed slots, if there are no other ranks.
     pub(crate) fn forget_all_gone(&mut self) {
         if self.changes.gone.swap(false, Ordering::Relaxed) {
             self.participants.retain(|known| !known.part.is_gone());
@@ -445,7 +445,7 @@ impl Registry {
         self.slots.iter().filter_map(Weak::upgrade)
     }
 
-    /// Those that take part in updates and are there, in the order of their places.
+    /// The living slots that take part in updates, in order.
     pub(crate) fn participants(&self) -> Vec<Arc<AmaxSlots>> {
         let there = self.participants.iter().filter(|known| !known.part.is_gone());
         there.filter_map(|known| known.slots.upgrade()).collect()
@@ -456,13 +456,13 @@ impl Registry {
         if self.ran { self.living().find(|slots| slots.ran()).map(|slots| slots.device) } else { None }
     }
 
-    /// Forgets that layers ran.
+    /// Clears the marks of layers that ran.
     pub(crate) fn forget_ran(&mut self) {
         self.ran = false;
         self.living().for_each(|slots| slots.clear_ran());
     }
 
-    /// What takes part, by recipe, group and device, each at the place of its first slots.
+    /// Buckets of the slots that take part, by recipe, group and device, ordered by their first slots.
     pub(crate) fn buckets(&mut self, recipes: &[Recipe]) -> &[Arc<Bucket>] {
         if self.changes.any.swap(false, Ordering::Relaxed) {
             self.make_buckets(recipes);
@@ -514,7 +514,7 @@ impl Registry {
         if !self.ran && !self.changes.any.load(Ordering::Relaxed) {
             return;
         }
-        // Slots that are gone here may be there on other ranks, which then reduce at every exit.
+        // Slots that are freed here may live on other ranks, which then reduce at every exit.
         let reduces = |known: &Participant| recipes.get(known.recipe_id as usize - 1).is_some_and(is_unconditional);
         let (mut unconditional, mut ran) = (self.participants.iter().any(reduces), false);
         self.slots.retain(|weak| {

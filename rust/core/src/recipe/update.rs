@@ -1,8 +1,7 @@
-//! Delayed scaling between steps: all scales of a direction from their histories, in one launch.
-//!
-//! Forward's are due when the outermost autocast region ends, backward's when its first FP8 layer has finished its
-//! backward. The binding calls this once per device that has any. Where ranks reduce their maxima, it has a bucket's
-//! gathered first, in one tensor, reduces that, and hands it to the update.
+//! Delayed scaling between steps: all scales of a direction from their histories, in one launch. Forward scales are due
+//! when the outermost autocast region ends, backward scales when the region's first FP8 layer has finished its
+//! backward. The binding calls this module once per device. If ranks reduce maxima, the binding first gathers the
+//! maxima of a bucket into one tensor, reduces it, and passes it to the update.
 
 use std::sync::Arc;
 
@@ -32,7 +31,7 @@ impl Gathered {
         &self.bucket
     }
 
-    /// Those whose place no others have taken meanwhile.
+    /// The slots that were not replaced meanwhile.
     fn current(&self) -> impl Iterator<Item = &(Arc<AmaxSlots>, u32)> {
         self.members.iter().filter(|(slots, _)| !slots.is_retired())
     }
@@ -47,9 +46,9 @@ pub struct Reduced<'a> {
     pub maxima: DevPtr<'a>,
 }
 
-/// Writes the live maxima of a bucket's slots side by side to `maxima`, f32 `(bucket.tensors())`. In the place of slots that
-/// are gone it writes 0, or nothing, where `keeps_gone` says that the caller has written there by what ranks know them. The
-/// bucket's device must be current.
+/// Gathers the live maxima of a bucket's slots in `maxima`, f32 `(bucket.tensors())`. For freed slots it writes 0; with
+/// `keeps_gone` it leaves the number that the caller has written there to mark them for other ranks. The bucket's
+/// device must be current.
 ///
 /// # Errors
 /// A launch's refusal.
@@ -76,7 +75,7 @@ pub fn gather(
     Ok(Gathered { bucket: Arc::clone(bucket), members })
 }
 
-/// How a recipe makes scales of maxima.
+/// How a recipe makes scales from maxima.
 #[derive(Clone, Copy, Debug)]
 struct Rule {
     choice: AmaxChoice,
@@ -94,7 +93,7 @@ impl Rule {
     }
 }
 
-/// Histories that are rolled alike.
+/// Histories that are rolled in the same way.
 struct Launch<'a> {
     plan: ScaleUpdatePlan,
     history_len: u32,
@@ -103,10 +102,8 @@ struct Launch<'a> {
 }
 
 /// Updates the scales of every layer on `place.device` that ran in `direction` since the last update, and those of the
-/// buckets of that device in `reduced`, from the reduced maxima. The device must be current.
-///
-/// # Errors
-/// A launch's refusal; the layers are then due still.
+/// buckets of that device in `reduced`, from the reduced maxima. The device must be current. A launch's refusal; the
+/// layers are then still due.
 pub fn update(dispatcher: &mut Dispatcher, direction: Direction, place: Place, reduced: &[Reduced<'_>]) -> Result<()> {
     let of_this_device = || reduced.iter().filter(|reduced| reduced.gathered.bucket.device == place.device);
     of_this_device().flat_map(|reduced| reduced.gathered.current()).for_each(|(slots, _)| slots.clear_ran());
@@ -128,8 +125,8 @@ pub fn update(dispatcher: &mut Dispatcher, direction: Direction, place: Place, r
     done.map(drop)
 }
 
-/// Updates forward scales that the caller brings, each with its history: `(f32 [len, count], f32 [count])`. The device must
-/// be current.
+/// Updates forward scales that the caller passes, each with its history: `(f32 [len, count], f32 [count])`. The device
+/// must be current.
 ///
 /// # Errors
 /// Tensors of other shapes or devices, or a launch's refusal.
@@ -156,7 +153,7 @@ pub fn update_given(
     Ok(())
 }
 
-/// Launches the updates; how many.
+/// Launches the updates; returns their number.
 fn launch<'a>(
     dispatcher: &mut Dispatcher,
     direction: Direction,

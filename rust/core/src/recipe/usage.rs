@@ -1,11 +1,11 @@
-//! Which layouts of each operand the GEMMs of a linear layer need, as a pure function of recipe and call.
+//! The layouts of each operand that the GEMMs of a linear layer need, as a pure function of recipe and call.
 
 use crate::recipe::definition::{BackwardOverride, Recipe};
 
 /// Layouts of one quantised operand.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Usage {
-    /// As the tensor lies.
+    /// In the tensor's own order.
     pub rowwise: bool,
     /// Transposed, so that the other dimension is contracted.
     pub columnwise: bool,
@@ -23,7 +23,7 @@ impl Usage {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Usages(u8);
 
-/// What a call needs beyond its output.
+/// Needs of a call beyond its output.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[expect(clippy::struct_excessive_bools, reason = "four facts that do not depend on each other")]
 pub struct Needs {
@@ -33,7 +33,7 @@ pub struct Needs {
     pub weight_grad: bool,
     /// The input is kept in high precision and quantised again in backward.
     pub save_original_input: bool,
-    /// First phase of activation recomputation: the weight made now serves the second phase's backward too.
+    /// First phase of activation recomputation: the second phase's backward also uses this FP8 weight.
     pub recompute_later: bool,
 }
 
@@ -44,9 +44,9 @@ impl Usages {
 
     /// Layouts that the GEMMs of a linear layer read.
     ///
-    /// FP8 tensor cores of Ada and Hopper contract along rows of both operands only, so dgrad takes the weight
-    /// columnwise, and wgrad takes the input and the gradient columnwise. Where `any_layout` GEMMs exist, one
-    /// layout of a per-tensor scaled operand serves them all.
+    /// FP8 tensor cores of Ada and Hopper contract only along rows of both operands, so dgrad takes the weight
+    /// columnwise, and wgrad takes the input and the gradient columnwise. If `any_layout` GEMMs exist, one layout of a
+    /// per-tensor scaled operand serves them all.
     #[must_use]
     pub const fn of_linear(recipe: &Recipe, needs: Needs, any_layout: bool) -> Self {
         let quantized_backward = matches!(recipe.backward_override, BackwardOverride::None);

@@ -1,4 +1,4 @@
-//! The dispatcher: the one owner of device states, plans, counters and the autocast state.
+//! The dispatcher, which owns device states, plans, counters and the autocast state.
 //!
 //! It is passed by `&mut`, so the hot path takes no lock. A call asks it for a [`Lane`]: the launch target of one
 //! device and stream together with the private memory that the call may use.
@@ -53,15 +53,15 @@ pub struct Dispatcher {
     pub trace: Trace,
     /// Autocast regions and delayed-scaling buffers.
     pub autocast: AutocastState,
-    /// How often forward scales were updated: a cached weight is as new as the scale it was made with.
+    /// Number of updates of the forward scales; a cached weight is valid only for the scales of its update.
     pub forward_generation: u64,
-    /// Changes when launches were noted without being made: what they would have written does not exist.
+    /// Changes when launches were only recorded, since their results do not exist.
     pub cache_epoch: u64,
     /// Steps that torch optimizers have made in this process.
     pub optimizer_steps: u64,
-    /// `te_fast.auto_pad`: row counts that are no multiple of 8 are taken.
+    /// `te_fast.auto_pad`: whether row counts that are not multiples of 8 are accepted.
     pub auto_pad: bool,
-    /// The process sees more than one device; false until one is open.
+    /// Whether the process sees more than one device; false until a device is open.
     several_devices: bool,
     devices: Vec<Option<Box<DeviceState>>>,
     host: HostState,
@@ -85,14 +85,14 @@ impl Dispatcher {
         }
     }
 
-    /// Rows that the region's FP8 GEMMs need behind `rows`, where the user lets them be appended.
+    /// Number of rows to append to `rows` for the region's FP8 GEMMs, if the user allows it.
     #[must_use]
     pub fn rows_to_pad(&mut self, rows: usize) -> usize {
         let region = self.autocast.current();
         if self.auto_pad && region.enabled { region.recipe.missing_rows(rows) } else { 0 }
     }
 
-    /// Makes `device` the current one of this thread, if it is not; returns what to go back to.
+    /// Makes `device` the current one of this thread, if it is not; returns the one to restore.
     ///
     /// # Errors
     /// No driver, no such device.
@@ -109,8 +109,8 @@ impl Dispatcher {
         Ok(former)
     }
 
-    /// Whether torch may count another device as the current one than CUDA does, which is to be checked behind
-    /// [`Dispatcher::make_current`]: not with one device, nor where the caller is trusted.
+    /// Whether torch's current device may differ from CUDA's, which must be checked after [`Dispatcher::make_current`];
+    /// not with one device, and not if the caller is trusted.
     #[must_use]
     pub const fn torch_may_differ(&self) -> bool {
         self.several_devices && self.config.check_device
@@ -135,7 +135,7 @@ impl Dispatcher {
         }
     }
 
-    /// What a launch can have on the device; little on the host, which uses none of it.
+    /// The device's limits for launches; small numbers on the host, which does not use them.
     ///
     /// # Errors
     /// No driver, no such device.
@@ -185,11 +185,8 @@ impl Dispatcher {
         }
     }
 
-    /// How many bytes the caller must bring for a call that needs `scratch` bytes of private memory; zero when the
-    /// stream's own memory serves.
-    ///
-    /// # Errors
-    /// The driver's refusal to say whether a graph is being captured.
+    /// Bytes that the caller must allocate for a call that needs `scratch` bytes of private memory; zero if the
+    /// stream's own memory suffices. The driver's refusal to say whether a graph is being captured.
     #[inline]
     pub fn external_bytes(place: Place, scratch: usize) -> Result<External> {
         if matches!(place.device, Device::Cuda(_)) && is_capturing(place.stream)? {
@@ -198,10 +195,8 @@ impl Dispatcher {
         Ok(if scratch > OWN_SCRATCH_LIMIT { External::Scratch(scratch) } else { External::None })
     }
 
-    /// The same for a call without matrix products that uses `counters` bytes of counters.
-    ///
-    /// # Errors
-    /// The driver's refusal to say whether a graph is being captured.
+    /// The same for a call without matrix products that uses `counters` bytes of counters. The driver's refusal to say
+    /// whether a graph is being captured.
     #[inline]
     pub fn external_counted(place: Place, counters: usize, scratch: usize) -> Result<External> {
         match Self::external_bytes(place, scratch)? {
