@@ -70,7 +70,7 @@ __device__ inline size_t column_partials(const ActivationBackwardParams& p) {
     return p.dbias == nullptr ? 0 : static_cast<size_t>(p.plan.strips) * Halves<kGated>::kCount * p.cols;
 }
 
-// What a thread keeps of the rows it has passed.
+// A thread's sums over the rows it has passed.
 template <bool kGated>
 struct Totals {
     float amax = 0.0f;
@@ -82,7 +82,7 @@ struct Totals {
     }
 };
 
-// What the eight elements of a row have in common.
+// Data that the eight elements of a row share.
 struct RowFactor {
     const void* scale;  // null: 1
     uint32_t kind;
@@ -263,7 +263,7 @@ __device__ __forceinline__ void activation_backward(const ActivationBackwardPara
     }
     if (p.measured != nullptr) write_measured<In>(p.measured, p.workspace, p.rule, totals.amax);
     if (p.dbias != nullptr) {
-        // Found again: kept through the rows it costs registers.
+        // Computed again, since keeping the value across the rows would cost registers.
         sum_columns<kGated>(Strip(p.plan), totals.columns, shared.sums, p.plan.strips, halves, p.partial, p.counters,
                             static_cast<In*>(p.dbias));
     }

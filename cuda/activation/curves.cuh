@@ -47,8 +47,8 @@ struct ValueSlope {
 // sigmoid(-t / log2(e)).
 __device__ inline float sigmoid_exp2(float t) { return ptx::reciprocal_fast(1.0f + ptx::exp2_fast(t)); }
 
-// sigmoid and 1 - sigmoid of -t / log2(e), both to full relative precision, except that `rest` is 0 where `value` is 0:
-// whatever it is multiplied with is 0 there.
+// sigmoid and 1 - sigmoid of -t / log2(e), both to full relative precision, except that `rest` is 0 where `value` is 0;
+// its factor is 0 there, too.
 struct SigmoidPair {
     float value, rest;
     __device__ explicit SigmoidPair(float t) {
@@ -71,7 +71,7 @@ __device__ inline ValueSlope tanh_pair(float y) {
     return {fabsf(y) < 0.6f ? small : large, 4.0f * z * r * r};
 }
 
-// What a linear half without a function of its own is.
+// The linear half of curves without a function for it.
 struct PlainLinear {
     __device__ float linear(float l) const { return l; }
     __device__ ValueSlope linear_pair(float l) const { return {l, 1.0f}; }
@@ -88,7 +88,7 @@ struct Curve<CurveKind::kGelu> : PlainLinear {
     __device__ ValueSlope pair(float g) const {
         const SigmoidPair s(exponent(g));
         const float y = g * s.value;
-        // Where the square is capped the product with s.rest is 0, as it should be.
+        // If the square is capped, the product with s.rest is correctly 0.
         return {y, fmaf(y * s.rest, fmaf(kGeluSlopeCubic, fminf(g * g, 1e10f), kGeluLinear), s.value)};
     }
 };
@@ -166,8 +166,8 @@ struct Curve<CurveKind::kSitu> {
     }
 };
 
-// Calls `body` with the curve of `kind`; the branch is the same for the whole grid. kClamped, kSigmoid and kSitu exist
-// gated alone.
+// Calls `body` with the curve of `kind`; the branch is the same for the whole grid. kClamped, kSigmoid and kSitu are
+// always gated.
 template <bool kGated, typename Body>
 __device__ __forceinline__ void with_curve(uint32_t kind, const CurveConstants& constants, Body body) {
     switch (static_cast<CurveKind>(kind)) {
@@ -194,7 +194,7 @@ __device__ __forceinline__ void with_curve(uint32_t kind, const CurveConstants& 
     }
 }
 
-// A curve that is looked up for each row, where code counts for more than time.
+// A curve that is looked up for each row, for kernels in which code size matters more than time.
 struct AnyCurve {
     uint32_t kind;
     const CurveConstants& constants;

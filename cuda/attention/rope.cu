@@ -1,4 +1,4 @@
-// Rotary position embeddings: heads turned by the angles of their rows, in FP32, rounded once.
+// Rotary position embeddings: rotates heads by the angles of their rows, in FP32, and rounds once.
 //
 //   out[a] = in[a] cos[a] + in[b] sin[a],   out[b] = in[b] cos[b] + in[a] sin[b]
 //
@@ -91,7 +91,7 @@ __device__ inline void rotate_heads(const RotateParams& p, const RotatePart& par
     const uint32_t pairs = part.width / 2, turning = pairs / kSide;
     const bool turns = chunk < turning, interleaved = p.interleaved != 0;
     uint32_t low = chunk * kSide, high = low + pairs;
-    if (!turns || interleaved) {  // behind the turning channels, and of neighbours: side by side
+    if (!turns || interleaved) {  // copied channels and interleaved pairs are adjacent
         low = chunk * 2 * kSide;
         high = low + kSide;
     }
@@ -119,7 +119,7 @@ __device__ inline void rotate_heads(const RotateParams& p, const RotatePart& par
         if (turns) {
 #pragma unroll
             for (int i = 0; i < kSide; ++i) {
-                // Products apart from sums: the host's bits.
+                // No fused multiply-add, so that the bits equal the host's.
                 const float x = a[i], y = b[i];
                 a[i] = __fadd_rn(__fmul_rn(x, cos_a[i]), __fmul_rn(y, sin_a[i]));
                 b[i] = __fadd_rn(__fmul_rn(y, cos_b[i]), __fmul_rn(x, sin_b[i]));

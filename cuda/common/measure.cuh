@@ -1,4 +1,4 @@
-// The scale that a result is quantised with under current scaling, found by the kernel that computes the result.
+// The scale of a result under current scaling, computed by the kernel that computes the result.
 #pragma once
 
 #include "common/constants.cuh"
@@ -7,8 +7,8 @@
 
 namespace te_fast {
 
-// What the blocks of a launch leave to each other. Zeroed once at allocation, zero again after each launch; one launch
-// at a time may use it.
+// Memory by which the blocks of a launch communicate. Zeroed once at allocation, zero again after each launch; one
+// launch at a time may use it.
 struct AmaxWorkspace {
     float amax;
     unsigned arrived;
@@ -25,8 +25,8 @@ struct ScaleRule {
     __device__ float scale(float amax) const { return scale_from_amax(amax, fp8_max, eps, kF32Max, pow2 != 0); }
 };
 
-// Writes the scale of a tensor that was stored as T: rounding keeps the order of magnitudes, so that of the largest
-// `amax` of all threads it makes what is largest there. Called by all threads of the grid. Contains barriers.
+// Writes the scale of a tensor that was stored as T: rounding keeps the order of magnitudes, so the largest rounded
+// value is the rounding of the largest `amax` of all threads. Called by all threads of the grid. Contains barriers.
 template <Floating T>
 __device__ inline void write_measured(float* scale, AmaxWorkspace* workspace, const ScaleRule& rule, float amax) {
     amax = warp_max(amax);

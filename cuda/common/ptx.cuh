@@ -27,7 +27,8 @@ __device__ inline uint4 load(const uint4* address) {
 // second-level cache until they have, and goes to memory as one.
 __device__ inline void store_part_of_line(uint4* address, const uint4& value) {
     uint64_t policy;
-    asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));  // made anew: two registers
+    asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;"
+                 : "=l"(policy));  // computed for each store, since keeping it would cost two registers
     asm volatile("st.global.L2::cache_hint.v4.u32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(address), "r"(value.x),
                  "r"(value.y), "r"(value.z), "r"(value.w), "l"(policy)
                  : "memory");
@@ -41,7 +42,7 @@ __device__ inline uint32_t load_relaxed(const uint32_t* address) {
     return value;
 }
 
-// ld.acquire.gpu: as load_relaxed; what another block wrote before it released the word is visible behind it.
+// ld.acquire.gpu: as load_relaxed; writes of another block before its release of the word are visible afterwards.
 __device__ inline uint32_t load_acquire(const uint32_t* address) {
     uint32_t value;
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
@@ -71,16 +72,16 @@ __device__ inline void arrive_threads(unsigned id, unsigned threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// No instruction: the compiler takes the words for new ones. What it made of them before (eight floats where four
-// words are enough) need not be kept in registers until they are used again.
+// No instruction: the compiler takes the words for new ones, so that it does not keep values derived from them (eight
+// floats instead of four words) in registers until their next use.
 __device__ inline void forget(uint4& words) {
     asm volatile("" : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w));
 }
 
-// The same for a number that addresses are made of: they are made anew instead of being kept.
+// The same for a number that addresses are computed from: they are computed again instead of kept.
 __device__ inline void forget(uint32_t& number) { asm volatile("" : "+r"(number)); }
 
-// mov %tid.x: threadIdx.x read again, where registers are too dear to keep it.
+// mov %tid.x: reads threadIdx.x again, for code that has no register to keep it.
 __device__ inline uint32_t thread_index() {
     uint32_t index;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
@@ -102,8 +103,8 @@ __device__ inline void wait_for_prior_grids() {
 #endif
 }
 
-// griddepcontrol.launch_dependents: the grid after this one may start once every block has come here; what it reads
-// of this grid still waits for wait_for_prior_grids.
+// griddepcontrol.launch_dependents: the next grid may start once every block has come here; its reads of this grid's
+// results still wait in wait_for_prior_grids.
 __device__ inline void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -167,8 +168,8 @@ __device__ inline void wait(uint32_t barrier, uint32_t parity) {
 }
 __device__ inline void wait(uint64_t& barrier, uint32_t parity) { wait(shared_address(&barrier), parity); }
 
-// What the shared memory that copies go to is aligned to. Where lines of 128 bytes do not begin together on both sides,
-// each sector is fetched twice; one static variable before the dynamic memory is enough for that.
+// Alignment of shared memory that copies fill. If lines of 128 bytes do not begin together on both sides, each sector
+// is fetched twice; a single static variable before the dynamic memory causes that.
 constexpr int kCopyAlign = 128;
 
 // cp.async.bulk.shared.global: `bytes`, a multiple of 16, between 16-byte aligned addresses, by the copy engine, which
@@ -198,7 +199,7 @@ __device__ inline void copy_async16(void* shared, const void* global, bool insid
     }
 }
 
-// cp.async.commit_group: what the thread has asked for since the last one becomes a group.
+// cp.async.commit_group: the thread's copies since the last group become a group.
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // cp.async.wait_group: until all but the thread's latest `kLeft` groups have arrived.
@@ -245,7 +246,7 @@ __device__ inline uint32_t cluster_rank() {
     return rank;
 }
 
-// barrier.cluster.arrive and .wait: until every thread of the cluster has come here; what they wrote is visible.
+// barrier.cluster.arrive and .wait: until every thread of the cluster has come here; their writes are visible.
 __device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
@@ -256,8 +257,8 @@ __device__ inline uint32_t cluster_blocks() {
     return blocks;
 }
 
-// st.async, mapa: writes a number where block `rank` of the cluster has what this block has at `to`, and tells that
-// block's `barrier` of four bytes.
+// st.async, mapa: writes a number to the address of block `rank` that corresponds to `to`, and counts four bytes at
+// that block's `barrier`.
 __device__ inline void send(float* to, float value, uint64_t& barrier, uint32_t rank) {
     asm volatile(
         "{ .reg .b32 there, that;\n"
@@ -269,8 +270,8 @@ __device__ inline void send(float* to, float value, uint64_t& barrier, uint32_t 
         : "memory");
 }
 
-// mbarrier.try_wait.parity, then .acquire.cluster: `wait` for what other blocks have sent. Only the last try is of the
-// wide scope, whose every try invalidates L1.
+// mbarrier.try_wait.parity, then .acquire.cluster: waits for data from other blocks. Only the last try has cluster
+// scope, since each such try invalidates L1.
 __device__ inline void wait_sent(uint64_t& barrier, uint32_t parity) {
     asm volatile(
         "{ .reg .pred done;\n"

@@ -97,7 +97,7 @@ __device__ inline bool is_last_block(unsigned* counter, unsigned blocks) {
     __shared__ bool last;
     __syncthreads();
     if (threadIdx.x == 0) {
-        __threadfence();  // of what the barrier has shown it, too
+        __threadfence();  // also covers writes that the barrier has made visible
         last = atomicInc(counter, blocks - 1) == blocks - 1;
     }
     __syncthreads();

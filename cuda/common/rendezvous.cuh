@@ -1,8 +1,7 @@
-// Work that the blocks of a launch finish together once all of them have come to the same point.
-//
-// Blocks wait for each other, but only after every block of the grid has started, so that whatever they wait for runs:
-// a grid of any size ends, whatever else the device is busy with and in whatever order its blocks start; so they keep
-// the grid's numbers. A block that comes before all have started does not wait; the others do its share.
+// Work that the blocks of a launch finish together once all of them have come to the same point. Blocks wait for each
+// other only after every block of the grid has started, so that all blocks that they wait for are running. A grid of
+// any size therefore ends, for any other load of the device and any order of starts, and the blocks can use the grid's
+// numbers. A block that comes before all have started does not wait, and the others do its share.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +23,8 @@ struct Rendezvous {
     // True when every block has arrived and what it wrote before is visible; false in a block that need not wait.
     // Contains barriers.
     __device__ bool meet() {
-        const bool waits = threadIdx.x == 0 && read(started) == gridDim.x;  // on its way while stores are waited for
+        const bool waits =
+            threadIdx.x == 0 && read(started) == gridDim.x;  // in flight while the fence waits for stores
         __threadfence();
         __syncthreads();
         if (threadIdx.x == 0) {
@@ -37,13 +37,13 @@ struct Rendezvous {
         return state() != kGone;
     }
 
-    // The items of a block that has met the others: its own ones when all wait, else those that nobody has taken yet.
-    // The same in all threads. May contain barriers.
+    // The items of a block that has met the others: its own items if all blocks wait, else items that no block has
+    // taken yet. The same in all threads. May contain barriers.
     __device__ unsigned first() { return state() == kAll ? blockIdx.x : take(); }
     __device__ unsigned next(unsigned before) { return state() == kAll ? before + gridDim.x : take(); }
 
-    // After meet: asks for the block's place among those that leave, if it will not take items. The answer, which
-    // leave needs, is on its way while the block works.
+    // After meet: requests the block's place among the leaving blocks, if it will not take items. The answer, which
+    // leave needs, is in flight while the block works.
     __device__ unsigned start_leaving() { return threadIdx.x == 0 && state() != kSome ? leave_place() : 0; }
 
     // Last, in every block.

@@ -1,4 +1,4 @@
-// Sums of what lies in memory, prefix sums and running maxima over a block.
+// Sums of values in memory, prefix sums and running maxima over a block.
 #pragma once
 
 #include <cstdint>
@@ -21,8 +21,8 @@ struct Maximum {
     }
 };
 
-// Sum of load(i) for i in [begin, end) in steps of `step`, eight loads under way at a time: left to itself the
-// compiler takes the last ones of a loop one after the other, at the price of a trip to L2 each.
+// Sum of load(i) for i in [begin, end) in steps of `step`, with eight loads in flight. The compiler by itself would
+// load the last elements one after the other, each with the latency of L2.
 template <typename Load>
 __device__ inline uint32_t sum_loads(uint32_t begin, uint32_t end, uint32_t step, Load load) {
     uint32_t sum = 0;

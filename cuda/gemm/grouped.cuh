@@ -1,4 +1,4 @@
-// Products of groups of rows, all groups in one launch: what the kernels of this folder share.
+// Products of groups of rows, all groups in one launch: the common part of this folder's kernels.
 //
 //   by rows:          D[r, n] = sum_k A[r, k] B[e(r), n, k] (+ bias[e(r), n])
 //   weight gradient:  D[e, n, k] (+)= sum_{r in e} A[n, r] B[k, r]        (16-bit operands: A[r, n], B[r, k])
@@ -9,8 +9,8 @@
 // for both.
 //
 // The sums of FP8 products on Hopper have 13 bits behind the point. `fast` leaves them in the tensor core; `split` and
-// `block` add those of every 128 k in FP32, `block` after scaling. An output's sum has the same order whatever the
-// tiles are, so that its bits depend on no choice here.
+// `block` add those of every 128 k in FP32, `block` after scaling. An output's sum has the same order for all tile
+// sizes, so that its bits do not depend on the choice of tiles.
 #pragma once
 
 #include "gemm/grouped_store.cuh"
@@ -33,7 +33,7 @@ __device__ void load_all(const GroupedParams& p, const Block<K>& block, Schedule
             ptx::wait(block.empty(turn.stage), turn.parity ^ 1);
             const uint32_t barrier = block.full(turn.stage);
             ptx::arrive_expecting(barrier, K::kStageBytes);
-            // Along k, where the group's rows are not what is summed; else along the rows.
+            // Along k for products of rows; along the rows for weight gradients, which sum these.
             const int depth = step * K::kDepth + (K::kByRows ? 0 : place.start);
             const auto load_half = [&](int half) {
                 const int row = corner.row + 64 * half;
@@ -72,8 +72,8 @@ __device__ void load_all(const GroupedParams& p, const Block<K>& block, Schedule
     }
 }
 
-// One thread: D's tiles between memory and the chunks in shared memory, some at a time. It says when chunks are free,
-// or hold what sums are added to, and waits for the sums.
+// One thread: D's tiles between memory and the chunks in shared memory, some at a time. It signals that chunks are
+// free, or hold the summands, and waits for the sums.
 template <typename K>
 __device__ void move_all(const GroupedParams& p, const Block<K>& block, Schedule<K::kByRows>& schedule, bool leader) {
     const int per_chunk = p.d_type == kFloatF32 ? 32 : 64;
@@ -114,7 +114,7 @@ __device__ void move_all(const GroupedParams& p, const Block<K>& block, Schedule
     }
 }
 
-// Two warpgroups: sums of every place, and their way to memory.
+// Two warpgroups: compute the sums of every place, and store them.
 template <typename K>
 __device__ void work_all(const GroupedParams& p, const Block<K>& block, Schedule<K::kByRows>& schedule) {
     Worker<K> worker{block};
@@ -132,7 +132,7 @@ template <typename K>
 __device__ void grouped(const GroupedParams& p) {
     extern __shared__ __align__(1024) uint8_t shared[];
     Block<K> block{ptx::shared_address(shared), ptx::cluster_blocks(), ptx::cluster_rank()};
-    ptx::forget(block.base);  // or it is made anew, slowly, wherever it is used
+    ptx::forget(block.base);  // otherwise the compiler would recompute it slowly at each use
     if (threadIdx.x == 0) {
         prefetch(p.a);
         prefetch(p.b);
@@ -166,7 +166,7 @@ __device__ void grouped(const GroupedParams& p) {
         take_registers<232>();
         work_all<K>(p, block, schedule);
     }
-    // Nobody leaves while the other block may still write into its shared memory.
+    // No block leaves while the other block may still write into its shared memory.
     ptx::cluster_arrive();
     ptx::cluster_wait();
 }

@@ -1,5 +1,5 @@
-// The way of a tile's sums to memory, or to what is added to: by way of shared memory, in chunks of 128 bytes by 64
-// rows, which the copy engine moves.
+// Stores a tile's sums, or adds them to the result, through shared memory, in chunks of 128 bytes by 64 rows, which the
+// copy engine moves.
 #pragma once
 
 #include "gemm/grouped_sums.cuh"
@@ -51,7 +51,7 @@ __device__ inline void copy_chunk(const GroupedParams& p, uint32_t chunk, int ro
     }
 }
 
-// What the copy engine has brought is added to the sums.
+// Adds the values that the copy engine has loaded to the sums.
 template <typename K, int kPart, bool kWide>
 __device__ inline void add_chunk(const GroupedParams& p, TileSums<K>& sums, uint32_t chunk) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;

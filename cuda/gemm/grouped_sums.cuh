@@ -52,7 +52,7 @@ __device__ void clear_lines(const Block<K>& block, int stage, int lines) {
     ptx::sync_threads(1, kMathThreads);
 }
 
-// Gives the stage back to whoever loads into it.
+// Returns the stage to the loading warp.
 template <typename K>
 __device__ inline void release(const Block<K>& block, int stage) {
     const uint32_t lane = threadIdx.x % 32;
@@ -213,8 +213,8 @@ __device__ void sum_outside(Adder<K>& adder, int steps) {
     typename Adder<K>::Products even, odd;
     int step = 0;
     if constexpr (K::kAhead) {
-        // Products of every other step are added while those of the next are under way. Under way across the loop's
-        // edge, they would be copied there, and therefore waited for.
+        // Products of every second step are added while those of the next step are running. If products were still
+        // running at the end of the loop's body, the compiler would copy them there, and so wait for them.
         for (; step + 1 < steps; step += 2) {
             adder.begin(even);
             adder.begin(odd);

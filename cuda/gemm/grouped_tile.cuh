@@ -1,4 +1,5 @@
-// A tile of a product of groups of rows: what a kernel is compiled for, what its blocks share, and where a tile lies.
+// A tile of a product of groups of rows: a kernel's template parameters, the memory that its warps share, and the
+// places of tiles.
 #pragma once
 
 #include "common/constants.cuh"
@@ -41,8 +42,8 @@ constexpr int kRows = 128;  // of a tile
 constexpr int kLine = 128;  // bytes of a row of A's and B's tiles
 constexpr int kMathThreads = 256;
 
-// What a kernel is compiled for: operands, how sums are kept, which dimension groups cut, how 16-bit operands lie, and
-// columns of a tile.
+// Template parameters of a kernel: operands, accumulation, the dimension that groups cut, the layout of 16-bit
+// operands, and columns of a tile.
 template <Element kA_, Element kB_, Sums kSums_, bool kByRows_, bool kAcrossA_, bool kAcrossB_, int kColumns_>
 struct Kind {
     static constexpr Element kA = kA_, kB = kB_;
@@ -74,15 +75,15 @@ struct Kind {
     static_assert(kStages >= 3 && (2 * kStages + 2) * 8 <= kBarrierBytes);
 };
 
-// What the warps of a block share: where things lie in its memory, the barriers, and the cluster. Tiles come first:
+// Data that the warps of a block share: the layout of shared memory, the barriers, and the cluster. Tiles come first:
 // swizzled ones begin at multiples of 1024.
 template <typename K>
 struct Block {
     uint32_t base;
     uint32_t cluster, rank;
 
-    // Barriers. Of each stage: its tiles have come; they have been read, in every block of the cluster. Of the chunks
-    // of D: they may be written, or hold what sums are added to; they hold the sums.
+    // Barriers. For each stage: its tiles have been loaded; they have been read, in every block of the cluster. For the
+    // chunks of D: they may be written, or hold the summands; they hold the sums.
     __device__ uint32_t full(int stage) const { return base + kBarriersAt + 8 * stage; }
     __device__ uint32_t empty(int stage) const { return full(K::kStages + stage); }
     __device__ uint32_t free() const { return full(2 * K::kStages); }

@@ -1,5 +1,5 @@
-// Which tile a cluster works on next: counts of rows per group lie on the device, so that every warp walks them itself,
-// 32 groups at a time, a lane each.
+// Finds the next tile of a cluster. The counts of rows per group are on the device, so every warp walks them itself, 32
+// groups at a time, one per lane.
 #pragma once
 
 #include <cstdint>
@@ -76,15 +76,15 @@ class Schedule {
         place.row = band * kRowsTogether + in_band - place.column * height;
     }
 
-    // What splits say, cut at the end of the memory. Sums stay below 2^32: each of two terms is at most the rows there
-    // are.
+    // A split, cut off at the end of the memory. Sums stay below 2^32, since each of two terms is at most the number of
+    // rows.
     __device__ void load() {
         const int lane = threadIdx.x % 32;
         const int64_t given = first_ + lane < groups_ ? splits_[first_ + lane] : 0;
         const auto all = static_cast<uint32_t>(rows_), counted = static_cast<uint32_t>(counted_);
         auto rows = static_cast<uint32_t>(min(max(given, int64_t{0}), static_cast<int64_t>(counted_)));
         if constexpr (!kByRows) {
-            // What splits say beyond the rows was cut off before the groups were padded.
+            // Splits beyond the rows were cut off before the groups were padded.
             uint32_t sum = rows;
 #pragma unroll
             for (int step = 1; step < 32; step *= 2) {

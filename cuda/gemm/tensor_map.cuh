@@ -19,7 +19,8 @@ __device__ inline void prefetch(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// cp.async.bulk.tensor.2d, .3d: the tile at these coordinates, innermost first, to shared memory; `barrier` is told.
+// cp.async.bulk.tensor.2d, .3d: copies the tile at these coordinates, innermost first, to shared memory, and counts its
+// bytes at `barrier`.
 __device__ inline void load_tile(uint32_t to, const TensorMap& map, uint32_t barrier, int x, int y) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], "
@@ -53,7 +54,7 @@ __device__ inline void store_tile(const TensorMap& map, uint32_t from, int x, in
                  : "memory");
 }
 
-// cp.async.bulk.commit_group: what the thread has stored since the last one becomes a group.
+// cp.async.bulk.commit_group: the thread's stores since the last group become a group.
 __device__ inline void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
 // cp.async.bulk.wait_group.read: until all but the thread's latest `kLeft` groups have been read from shared memory.
@@ -65,8 +66,9 @@ __device__ inline void wait_stores_read() {
 // fence.proxy.async: shared memory that the thread has written is seen by the copy engine and the tensor cores.
 __device__ inline void publish_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// mapa, mbarrier.arrive: an arrival at the barrier of the same place in block `rank` of the cluster. It orders nothing
-// between blocks (.release.cluster costs a fence of the whole GPU): who waits for it only writes over what was read.
+// mapa, mbarrier.arrive: an arrival at the barrier of the same place in block `rank` of the cluster. It orders no
+// memory between blocks (.release.cluster costs a fence of the whole GPU): the waiting thread only overwrites data that
+// has been read.
 __device__ inline void arrive_at(uint32_t barrier, uint32_t rank) {
     asm volatile(
         "{ .reg .b32 there;\n"

@@ -1,5 +1,5 @@
 // Hopper's warpgroup matrix instructions and the register allocation that goes with them: one function per instruction.
-// They exist for sm_90a alone.
+// They exist only for sm_90a.
 #pragma once
 
 #include <cstdint>
@@ -23,14 +23,14 @@ __device__ inline void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLeft) : "memory");
 }
 
-// No instruction: products under way write these registers, so that nothing about them moves past this line.
+// No instruction: running products write these registers, so the compiler must not move their uses across this line.
 template <int kCount>
 __device__ inline void hold(float (&registers)[kCount]) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(registers[i])::"memory");
 }
 
-// setmaxnreg: the warpgroup gives registers back, or takes what others gave.
+// setmaxnreg: the warpgroup releases registers, or takes released ones.
 template <int kCount>
 __device__ inline void give_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
@@ -40,10 +40,10 @@ __device__ inline void take_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
 }
 
-// What a product reads of shared memory: a tile in lines of 128 bytes, swizzled by 128 bytes, at a multiple of 1024;
-// groups of 8 lines lie 1024 bytes apart. Of lines across the summed dimension, one 64-wide column of them lies kApart
-// bytes from the next. The lower word says where: the address in the block, without its place in the cluster, in words
-// of 16 bytes; so many are added for a tile further on.
+// Descriptor of a product's operand in shared memory: a tile in lines of 128 bytes, swizzled by 128 bytes, at a
+// multiple of 1024; groups of 8 lines lie 1024 bytes apart. Of lines across the summed dimension, one 64-wide column of
+// them lies kApart bytes from the next. The lower word says where: the address in the block, without its place in the
+// cluster, in words of 16 bytes; so many are added for a tile further on.
 template <uint32_t kApart = 16>
 __device__ inline uint32_t tile_word(uint32_t address) {
     return (address & 0x3ffff) >> 4 | (kApart >> 4) << 16;

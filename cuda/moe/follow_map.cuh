@@ -1,7 +1,6 @@
-// Blocks that move rows by a map which the first blocks of the same launch make of a mask (make_map.cuh).
-//
-// They wait for it in memory. That ends, since blocks take their numbers as they start: once one of these runs, all
-// of the map's have started, whatever order the device starts the blocks of a grid in.
+// Blocks that move rows by a map, which the first blocks of the same launch make from a mask (make_map.cuh). They wait
+// for the map in memory. The wait ends because blocks take their numbers as they start: when one of these blocks runs,
+// all of the map's blocks have started, in any order in which the device starts the blocks of a grid.
 #pragma once
 
 #include "common/ptx.cuh"
@@ -13,8 +12,8 @@ namespace te_fast::moe {
 constexpr uint32_t kMapPause = 40;         // nanoseconds between looks at `ready`
 constexpr uint32_t kMapRounds = 1u << 26;  // at least half a minute
 
-// This block's number in the launch: those that started before have lower ones. Where there is no map to make nobody
-// waits, and the grid's number does. Contains a barrier.
+// This block's number in the launch; blocks that started earlier have lower numbers. If there is no map to make, no
+// block waits, and the grid's number is used. Contains a barrier.
 __device__ inline uint32_t take_number(const MakeMapParams& p) {
     __shared__ uint32_t number;
     if (p.blocks == 0) return blockIdx.x;
@@ -23,7 +22,7 @@ __device__ inline uint32_t take_number(const MakeMapParams& p) {
     return number;
 }
 
-// Until the map is written; the first thread of the last warp waits, nobody where there is none to make.
+// Waits until the map is written, in the first thread of the last warp; no thread waits if there is no map to make.
 template <int kThreads>
 __device__ inline void await_map(const MakeMapParams& p) {
     if (p.blocks == 0 || threadIdx.x != kThreads - 32) return;
@@ -35,7 +34,7 @@ __device__ inline void await_map(const MakeMapParams& p) {
     atomicAdd(&state.seen, 1u);
 }
 
-// Last, in each of them: the block that started last, number `block` of the launch, leaves the state as it was found
+// The last call in each of these blocks: the block that started last, number `block` of the launch, clears the state
 // once all have seen it.
 template <int kThreads>
 __device__ inline void leave_map(const MakeMapParams& p, uint32_t block) {
@@ -55,8 +54,8 @@ __device__ inline bool is_routed(const MakeMapParams& p, size_t at) {
     return (words[2 * at] | words[2 * at + 1]) != 0;
 }
 
-// load_slots, also in a launch that makes the map. There, while the map is on its way, the mask itself says which
-// experts a token has, and the map only where their rows are: one trip to memory behind it instead of three. Contains a
+// load_slots, also in a launch that makes the map. In such a launch, the mask gives a token's experts while the map is
+// still being made, and only the rows come from the map: one memory latency after the map instead of three. Contains a
 // barrier.
 template <int kThreads, typename Move>
 __device__ inline int find_slots(const MakeMapParams& p, const RowMap& m, uint64_t token, Slots& slots,

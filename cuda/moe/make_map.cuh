@@ -1,27 +1,24 @@
-// Makes the row map of an MoE permutation: where every routed (token, expert) pair goes.
+// Makes the row map of an MoE permutation: the row of every routed (token, expert) pair.
 //
-// Rows are ordered by expert, then by token (mask), or by expert, then by slot t * K + k (index):
-//   row(t, e) = sum over e' < e of count(e') + number of tokens t' < t routed to e
-//   padded_counts[e] = ceil(count(e) / align) * align     pad_offsets[e] = sum over e' < e of padded - count
-//   ends[e] = sum over e' <= e of count(e')                totals = {padded rows, routed rows}
-// The map is Transformer Engine's, written in its defined entries only (moe/routing.cuh). Routed rows whose padded
-// place is at or past `capacity` are counted as dropped; the index map holds -1 for them, and a permutation takes them
-// off its mask map.
+// Rows are ordered by expert, then by token (mask), or by expert, then by slot t * K + k (index): row(t, e) = sum over
+//   e' < e of count(e') + number of tokens t' < t routed to e padded_counts[e] = ceil(count(e) / align) * align
+//   pad_offsets[e] = sum over e' < e of padded - count ends[e] = sum over e' <= e of count(e') totals = {padded rows,
+//   routed rows} The map is Transformer Engine's, written in its defined entries only (moe/routing.cuh). Routed rows
+//   whose padded place is at or past `capacity` are counted as dropped; the index map holds -1 for them, and a
+//   permutation removes them from its mask map.
 //
-// How: a block owns 32 experts (a slice) of a chunk of tokens. A lane packs its token's 32 experts into one word, and
-// a transpose of 32 words gives each lane an expert's 32 tokens. The block publishes how many tokens each of its
-// experts has and how many of its experts each token has, waits for all blocks, adds up what comes before it and
-// writes its tokens' entries. One more block describes the whole. None of them waits on one that may not have
-// started: after kPolls looks it counts the missing tiles itself, so they end however few of them run at a time, and in
-// whatever order they start; by themselves their numbers are those of the grid.
+// How: a block owns 32 experts (a slice) of a chunk of tokens. A lane packs its token's 32 experts into one word, and a
+// transpose of 32 words gives each lane an expert's 32 tokens. The block publishes how many tokens each of its experts
+// has and how many of its experts each token has, waits for all blocks, adds up the counts before its own and writes
+// its tokens' entries. One more block computes the totals. No block waits on a block that may not have started: after
+// kPolls polls it counts the missing tiles itself. So the blocks end even if few run at a time, and for any order of
+// starts; without other blocks in the launch they use the grid's numbers.
 //
-// The map's blocks are the first of their launch; others may follow, which move rows by the map (follow_map.cuh). On
-// their way the map's blocks fill memory of those with ones (`fill`, 16-byte words). The state is zero again at the end
-// of the launch, so nothing has to be cleared between launches of a stream.
-//
-// After a pause the code comes from memory, at a microsecond for each line that is not fetched ahead, which is more
-// than all the work: what every launch does is short and lies together, what is rare is in functions of its own. Loops
-// that the compiler would unroll for nothing say so.
+// The map's blocks are the first of their launch; others may follow, which move rows by the map (follow_map.cuh). The
+// map's blocks also fill memory of the others with ones (`fill`, 16-byte words). The state is zero again at the end of
+// the launch, so nothing has to be cleared between launches of a stream. After a pause the code comes from memory, and
+// each line that is not prefetched costs a microsecond, which is more than all the work. So the code of every launch is
+// short and contiguous, and rare code is in separate functions. Pragmas keep the compiler from useless unrolling.
 //
 // Needs:  routing contiguous, experts <= 1024; counts [chunks][slices * 32] of uint32 and behind them one sum per
 //         tile, shares [tokens][slices rounded up to 4] of uint8 (mask alone); a state that no launch running at the
@@ -37,7 +34,7 @@
 
 namespace te_fast::moe {
 
-// One sum per tile, behind the counts of all tiles: those of a slice side by side.
+// One sum per tile, after the counts of all tiles; the sums of a slice are adjacent.
 __device__ inline uint32_t* tile_sums(const MakeMapParams& p) { return p.counts + static_cast<size_t>(p.tiles()) * 32; }
 
 // Counts a tile and publishes it; several blocks may do so for one tile, with the same numbers.
@@ -93,8 +90,8 @@ __device__ inline int first_missing(const MakeMapParams& p) {
     return word * 32 + __ffs(absent) - 1;
 }
 
-// Counts the tile of block `at`, if it has one, and waits until every tile is published. True when it had to count for
-// others, which overwrites the bits.
+// Counts the tile of block `at`, if it has one, and waits until every tile is published. True if it had to count for
+// other blocks, which overwrites the bits.
 template <typename S>
 __device__ inline bool count_tiles(const MakeMapParams& p, MapShared<S>& shared, uint32_t at) {
     for (bool helped = false;; helped = true) {
@@ -200,7 +197,7 @@ __device__ inline uint64_t rows_past(uint64_t start, uint64_t count, uint64_t ca
     return start + count <= capacity ? 0 : min(count, start + count - capacity);
 }
 
-// The last of the map's blocks: what describes the whole permutation, per expert.
+// The last of the map's blocks: the totals of the permutation, per expert.
 template <typename S>
 __device__ inline void describe(const MakeMapParams& p, MapShared<S>& shared) {
     constexpr uint32_t kEach = kMaxExperts / S::kThreads;
@@ -336,11 +333,11 @@ __device__ inline void make_map(const MakeMapParams& p, MapShared<S>& shared, ui
     }
     const bool helped = count_tiles(p, shared, block);
     MapState& state = *p.state;
-    uint32_t earlier = 0;  // blocks that look at `arrived` no more; alone, the answer comes meanwhile
+    uint32_t earlier = 0;  // blocks that no longer poll `arrived`; in a map alone, the answer arrives meanwhile
     if (S::kAlone && threadIdx.x == 0) earlier = atomicAdd(&state.ready, 1u);
     if (block != p.tiles()) {
         const MapTile tile(p, block);
-        // Under way while the tile is placed.
+        // In flight while the tile is placed.
         const uint32_t first_higher = higher_experts<S>(p, tile, tile.first + threadIdx.x);
         place_tile(p, shared, tile);
         write_tile(p, shared, tile, helped, first_higher);
@@ -354,7 +351,7 @@ __device__ inline void make_map(const MakeMapParams& p, MapShared<S>& shared, ui
         earlier = atomicAdd(&state.ready, 1u);
     }
     if (earlier != p.blocks - 1) return;
-    // The last one leaves it as it was found.
+    // The last block clears the state.
 #pragma unroll 1
     for (uint32_t& word : state.arrived) word = 0;
     if (S::kAlone) state.ready = 0;

@@ -6,11 +6,10 @@
 //   exactly 0, and 0 for a row of no token; a cast gathers the rows by these (quantize/cast_groups.cu)
 //
 // Launch: map blocks + zero_blocks + tokens blocks, 128 threads; the first ones to start make the map, if it is not
-//         made already (moe/make_map.cuh), the next clear rows, the others take one token each.
-// Needs:  contiguous x [T, row_bytes] and out [rows, row_bytes], row_bytes even; row_bytes and rows < 2^31. Rows of a
-//         multiple of 16 bytes at 16-byte aligned addresses take the vector path. Destinations outside out are skipped
-//         and, in a map that this launch has made, struck off.
-// Moves:  row_bytes (T + rows), and the map.
+//         made already (moe/make_map.cuh), the next clear rows, the others take one token each. Needs: contiguous x [T,
+//         row_bytes] and out [rows, row_bytes], row_bytes even; row_bytes and rows < 2^31. Rows of a multiple of 16
+//         bytes at 16-byte aligned addresses take the vector path. Destinations outside out are skipped and, in a map
+//         that this launch has made, removed. Moves: row_bytes (T + rows), and the map.
 
 #include "common/math.cuh"
 #include "common/ptx.cuh"
@@ -98,7 +97,7 @@ __device__ inline void load_words(const PermuteParams& p, uint64_t token, uint32
     }
 }
 
-// Numbers in the place of rows.
+// Numbers instead of rows.
 __device__ inline void number_rows(const PermuteParams& p, const PermuteShared& shared, uint64_t token, int count) {
     const int32_t number = static_cast<int32_t>(token) + 1;
 #pragma unroll 1
@@ -108,7 +107,7 @@ __device__ inline void number_rows(const PermuteParams& p, const PermuteShared& 
     }
 }
 
-// Rows that are no whole vectors.
+// Rows that do not consist of whole vectors.
 __device__ inline void move_elements(const PermuteParams& p, const PermuteShared& shared, uint64_t token, int count) {
     const uint32_t words = static_cast<uint32_t>(p.row_bytes / 2);
     for (uint32_t base = 0; base < words; base += kVectors * kRowThreads) {

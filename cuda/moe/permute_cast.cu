@@ -1,17 +1,14 @@
 // MoE permutation straight into FP8: every token's row is read and quantised once and written to each destination.
 //
-//   per tensor: q = fp8(float(x) * scale), saturating          *amax = max(*amax, max |x|) over the rows written
-//   blocks:     scale = scale_from_amax(max |x|) over 128 consecutive elements of a row, q = fp8(float(x) * scale),
-//               scale_inv[block, row] = 1 / scale
-//   bit for bit what casting the permuted rows gives; rows that no token fills and slots of probability 0 are zero rows
-//   and, with blocks, have the scale of a zero block.
-//
-// The GEMM wants the inverse scales of neighbouring rows side by side, and neighbouring rows come from different
-// tokens. So each token leaves its own in memory, with the token of every row, and the last blocks of the same launch
-// put them in their places with whole-line writes. A word says by itself that it has come: the map's blocks
-// (moe/make_map.cuh) have filled that memory with kAbsent, so no token waits until its stores are seen by all. The
-// last blocks wait on others, all of which have started: blocks take their numbers as they start
-// (moe/follow_map.cuh).
+//   per tensor: q = fp8(float(x) * scale), saturating *amax = max(*amax, max |x|) over the rows written blocks: scale =
+//   scale_from_amax(max |x|) over 128 consecutive elements of a row, q = fp8(float(x) * scale), scale_inv[block, row] =
+//   1 / scale bit for bit what casting the permuted rows gives; rows that no token fills and slots of probability 0 are
+//   zero rows and, with blocks, have the scale of a zero block. The GEMM reads the inverse scales of adjacent rows from
+//   adjacent addresses, but adjacent rows come from different tokens. So each token writes its scales to memory, with
+//   the token of every row, and the last blocks of the same launch copy them to their places with whole-line writes.
+//   Each word shows by itself that it was written: the map's blocks (moe/make_map.cuh) have filled that memory with
+//   kAbsent, so no token has to wait for its stores. The last blocks wait only on blocks that have started, since
+//   blocks take their numbers as they start (moe/follow_map.cuh).
 //
 // Launch: map blocks + zero_blocks + tokens + scale_blocks blocks of 128 threads; the first ones to start make the map,
 //         the next clear rows, the next take one token each. scale_blocks is 0 per tensor, else at most half as many as
@@ -37,8 +34,8 @@ constexpr uint32_t kPause = 200;        // nanoseconds between rounds of looks a
 constexpr uint32_t kRounds = 1u << 24;  // at least three seconds
 using Map = MapShape<kRowThreads, kLeadingMapGroups, false>;
 
-// Blocks per multiprocessor. Tokens with few experts want many, to hide what they wait for; without the hardware's
-// conversion to FP8 they need more registers, and so does what the compiler makes for sm_89 and sm_120.
+// Blocks per multiprocessor. Tokens with few experts need many blocks, to hide latency. Software conversion to FP8
+// needs more registers, and so does the compiler's code for sm_89 and sm_120.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
 constexpr int kCastBlocks = 8;
 #elif defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
@@ -47,7 +44,8 @@ constexpr int kCastBlocks = 9;
 constexpr int kCastBlocks = 10;
 #endif
 
-// What a word of token_scales or row_tokens is until it comes. As a float it is a NaN, and none that arithmetic makes.
+// Value of a word of token_scales or row_tokens until it is written. As a float it is a NaN that no arithmetic
+// produces.
 constexpr uint32_t kAbsent = 0xffffffff;
 static_assert(kZeroRow != kAbsent);
 
@@ -252,8 +250,8 @@ __device__ inline bool place_scales(const PermuteCastParams& p, uint32_t rows32,
     return true;
 }
 
-// The last blocks: a warp goes round its open pieces until their scales have come. They never come where another stream
-// changes the routing map while it is read, so that rows are left that nobody fills: the launch fails then.
+// The last blocks: a warp goes round its open pieces until their scales have come. If another stream changes the
+// routing map while it is read, some rows are never filled and their scales never come; the launch then fails.
 __device__ inline void place_all_scales(const PermuteCastParams& p, uint32_t scale_block) {
     const uint32_t octets = ceil_div(p.cols, uint32_t{kPieceScales * kBlock});
     const uint32_t pieces =

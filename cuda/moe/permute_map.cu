@@ -1,4 +1,4 @@
-// The row map of an MoE permutation by itself, in one launch; its formula and how it is made: moe/make_map.cuh. And the
+// The row map of an MoE permutation by itself, in one launch; moe/make_map.cuh has the formula and the method. Also the
 // count of rows that permutations of this device have dropped: *out = rows, and rows = 0 on request.
 //
 // Launch: permute_map: `blocks` blocks of 256 threads. permute_dropped: 1 block of 32 threads.

@@ -1,12 +1,11 @@
-// The way back of an MoE permutation: a token's rows are gathered and summed, with probabilities or without.
+// The inverse of an MoE permutation: gathers and sums a token's rows, with or without probabilities.
 //
 //   fwd: out[t] = sum over k of p[t, k] * x[row(t, k)], float32, one multiplication and one addition per term, in the
-//        order of the map (descending rows), no fused rounding: the host kernel gives the same bits
-//        out_probs[t, e] = in_probs[row(t, k)] for the expert e of slot k, else 0: the gradient of their permutation
-//   bwd: dx[row(t, k)] = p[t, k] * dout[t]       dprobs[t, k] = sum over columns of dout[t] * x[row(t, k)]
-//        rows of dx that no token fills are zero, dprobs of slots that no expert takes are zero
-//
-//   ends[part][e]: over the tokens of a part, the row behind expert e's last one; it tells bwd where the gaps are
+//        order of the map (descending rows), no fused rounding: the host kernel gives the same bits out_probs[t, e] =
+//        in_probs[row(t, k)] for the expert e of slot k, else 0: the gradient of their permutation bwd: dx[row(t, k)] =
+//        p[t, k] * dout[t] dprobs[t, k] = sum over columns of dout[t] * x[row(t, k)] rows of dx that no token fills are
+//        zero, dprobs of slots that no expert takes are zero ends[part][e]: over the tokens of a part, the row after
+//        expert e's last one; bwd finds the gaps from it
 //
 // Launch: permute_ends: any number of blocks (that is `partials`), 512 threads.
 //         fwd: one block per token. bwd: zero_blocks + tokens blocks, the first zero_blocks clear rows. 128 threads.
@@ -361,8 +360,8 @@ __device__ inline void find_ends(const PermuteEndsParams& p) {
     for (uint32_t e = threadIdx.x; e < groups; e += kEndsThreads) p.ends[blockIdx.x * groups + e] = ends[e];
 }
 
-// `blocks` per multiprocessor: a block of fwd spends most of its life waiting for the map and for its rows, so many
-// serve better than much in flight in each; bwd holds two rows and the gradient in registers.
+// `blocks` per multiprocessor: a block of fwd mostly waits for the map and for its rows, so many blocks are better than
+// many loads in flight in each; bwd holds two rows and the gradient in registers.
 #define INSTANCE(symbol, kernel, params, type, blocks)                                                           \
     extern "C" __global__ void __launch_bounds__(kRowThreads, blocks) symbol(const __grid_constant__ params p) { \
         kernel<type>(p);                                                                                         \

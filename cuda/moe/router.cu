@@ -116,7 +116,7 @@ __device__ inline uint32_t take_best(uint32_t (&key)[kEach], uint32_t& best, Ins
     return expert;
 }
 
-// Lets the experts of all but the best groups be the last to be chosen. `sums` is the warp's.
+// Gives experts outside of the best groups the lowest keys. `sums` is the warp's.
 template <int kEach>
 __device__ inline void keep_best_groups(const RouterParams& p, uint32_t (&key)[kEach], uint32_t* sums) {
     const uint32_t lane = threadIdx.x % 32, width = p.experts / p.groups, each = p.topk / p.group_topk;
@@ -160,7 +160,7 @@ __device__ inline void store_index(const RouterParams& p, uint64_t at, uint32_t 
     if (p.index_bytes == 8) static_cast<int64_t*>(p.indices)[at] = expert;
 }
 
-// The scores of the lane's experts, and what backward needs of them.
+// The scores of the lane's experts, and the scores for backward.
 template <int kEach, Floating In>
 __device__ inline void load_scores(const RouterParams& p, uint64_t token, float (&s)[kEach]) {
     const uint32_t lane = threadIdx.x % 32;
@@ -189,7 +189,7 @@ __device__ inline void load_scores(const RouterParams& p, uint64_t token, float 
     }
 }
 
-// Divides by the sum of what `inside` names.
+// Divides by the sum of the elements that `inside` names.
 template <int kEach, typename Inside>
 __device__ inline void divide_by_sum(float (&s)[kEach], Inside inside) {
     float sum = 0.0f;

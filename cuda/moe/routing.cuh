@@ -1,4 +1,4 @@
-// How MoE kernels read a row map: which rows of the permuted tensor a token went to, and which rows no token fills.
+// Readers of a row map for MoE kernels: the rows of the permuted tensor for a token, and the rows without a token.
 //
 // Two layouts, both int32 and both Transformer Engine's:
 //   mask   [T, 2E + 1]: n destination rows, descending, from entry 0; their experts from entry E; n in entry 2E.
@@ -55,7 +55,7 @@ __device__ inline void store_prob_bits(void* probs, size_t i, ProbType type, uin
     }
 }
 
-// Exactly 0 of either sign, which a small double is not though its float is.
+// Exactly 0 of either sign. A small double may be nonzero although its float is 0.
 __device__ inline bool is_zero_prob(uint64_t bits, ProbType type) {
     const int unused = type == ProbType::kF32 ? 32 : type == ProbType::kF64 ? 0 : 48;
     return bits << unused << 1 == 0;
@@ -85,7 +85,7 @@ struct Slots {
     uint16_t column[kMaxExperts];
 };
 
-// Nothing that moves with a slot.
+// No data that moves with a slot.
 struct MoveNothing {
     __device__ uint32_t load(uint32_t) const { return 0; }
     __device__ void store(int, int32_t, uint32_t) const {}
@@ -123,7 +123,7 @@ __device__ inline int load_slots(const RowMap& m, uint64_t token, Slots& slots, 
     return count;
 }
 
-// Takes the slots that found no row off the token's list, in a mask map that was made for this tensor: rows descend, so
+// Removes the slots without a row from the token's list, in a mask map that was made for this tensor: rows descend, so
 // they are its first ones. All threads, behind the barrier that follows load_slots.
 template <int kThreads>
 __device__ inline void strike_dropped(const RowMap& m, uint64_t token, const Slots& slots, int count) {
@@ -142,7 +142,7 @@ __device__ inline void strike_dropped(const RowMap& m, uint64_t token, const Slo
     if (threadIdx.x == 0) entry[2 * m.experts] = count - dropped;
 }
 
-// Rows that no token fills: the padding behind each expert and what is left at the end of the tensor.
+// Rows without a token: the padding after each expert and the rest of the tensor.
 struct Gaps {
     int32_t end[kMaxExperts];  // first unpadded row behind expert e
     int32_t pad_offset[kMaxExperts];

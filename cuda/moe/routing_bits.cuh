@@ -1,4 +1,4 @@
-// Routing maps as bits, and what the blocks that make a row map of them share (make_map.cuh).
+// Routing maps as bits, and the data that the blocks of a row map share (make_map.cuh).
 #pragma once
 
 #include "common/math.cuh"
@@ -11,8 +11,8 @@ namespace te_fast::moe {
 
 constexpr int kPolls = 128;  // looks at `arrived`, about 0.7 us each
 
-// Words in which the blocks of one launch find each other: zero before it, and zero again behind it. What blocks of the
-// map look at and what others do lie in sectors of their own.
+// Words by which the blocks of one launch synchronise; they are zero before and after the launch. Words that blocks of
+// the map poll and words that other blocks poll lie in separate sectors.
 struct alignas(128) MapState {
     uint32_t arrived[kMaxTiles / 32];  // a bit per tile that is counted
     uint32_t ready;                    // blocks whose part is written
@@ -89,7 +89,7 @@ struct alignas(16) MapShared {
     int missing;
 };
 
-// Where a block works: 32 experts of a chunk of tokens.
+// The tile of a block: 32 experts of a chunk of tokens.
 struct MapTile {
     uint32_t slices, slice, chunk;
     uint32_t first, tokens;
@@ -165,7 +165,7 @@ __device__ inline uint32_t mask_bits(const MakeMapParams& p, const MapTile& tile
     return bits;
 }
 
-// Masks of wide integers are rare: their code does not lie in the way, since after a pause it comes from memory.
+// Masks of wide integers are rare, so their code is out of line: after a pause, code comes from memory.
 __device__ __noinline__ uint32_t wide_mask_bits(const MakeMapParams& p, const MapTile& tile, uint32_t first) {
     return p.routing_type == RoutingType::kMask32 ? mask_bits<uint32_t>(p, tile, first)
                                                   : mask_bits<uint64_t>(p, tile, first);
@@ -241,7 +241,7 @@ __device__ inline void pack_span(const MakeMapParams& p, MapShared<S>& shared, c
     __syncthreads();
 }
 
-// The same where it is rarely done.
+// The same, out of line for rare cases.
 template <typename S>
 __device__ __noinline__ void pack_span_again(const MakeMapParams& p, MapShared<S>& shared, const MapTile& tile,
                                              uint32_t begin, uint32_t end) {

@@ -78,8 +78,8 @@ struct BackwardTeam {
 #endif
     }
 
-    // Sums over the team, the same bits in each of its threads. Two buffers: who writes to one again has passed the
-    // barrier that everybody comes to after having read it.
+    // Sums over the team, the same bits in each of its threads. With two buffers, a thread that writes to one again has
+    // passed a barrier that every thread reaches after reading it.
     template <bool kCluster>
     __device__ void add(RowSums& sums, BackwardShared& shared, const Span<kCluster>& span) {
         if (!kCluster && threads < 32) return add_narrow(sums);
@@ -108,7 +108,7 @@ struct BackwardTeam {
     }
 
   private:
-    // Of a warp's sum, the sum over all warps of the cluster; every warp sends its own one to all blocks.
+    // Sums a warp's value over all warps of the cluster; every warp sends its value to all blocks.
     __device__ float add_blocks(float sum, float* of_warps, uint64_t& sent, const Span<true>& span) {
 #if __CUDA_ARCH__ >= 900
         const uint32_t first = threadIdx.x % 16, count = kWarps * span.blocks();

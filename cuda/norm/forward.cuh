@@ -1,5 +1,5 @@
-// What the forward norm kernels share: their parameters, sums over the threads of a row, eight elements normalised and
-// stored, and the strip of bytes that is stored transposed.
+// Common parts of the forward norm kernels: parameters, sums over the threads of a row, normalisation and store of
+// eight elements, and the strip of bytes that is stored transposed.
 #pragma once
 
 #include "common/constants.cuh"
@@ -85,8 +85,8 @@ struct ForwardTeam {
     static constexpr uint32_t kLanes = 32 / kSums;
 
     // Sums over the team, several at a time: the same bits in each lane of a sum, in each warp. A shuffle adds for
-    // several sums, since lanes come to have one each. Two buffers: who writes to one again has passed the barrier that
-    // everybody comes to after having read it.
+    // several sums, since lanes come to have one each. With two buffers, a thread that writes to one again has passed a
+    // barrier that every thread reaches after reading it.
     template <int kSums>
     __device__ float sum(float (&x)[kSums], ForwardShared& shared) {
         const uint32_t lane = threadIdx.x % 32, first = lane % kLanes<kSums>;
@@ -195,8 +195,8 @@ __device__ inline Weights load_weights(const NormParams& p, size_t col, int widt
     return weights;
 }
 
-// The same of kCount vectors, `step` columns apart, as they come from memory: none is waited for before all are on
-// their way, nor before what is asked for between load and unpack.
+// The same of kCount vectors, `step` columns apart, in memory format: all loads are in flight before the first one is
+// awaited, together with the loads between load and unpack.
 template <int kCount>
 struct WeightVectors {
     uint4 word[kCount][2][2];  // of gamma, of beta; FP32 has two
@@ -290,7 +290,7 @@ struct WeightPlanes {
     }
 };
 
-// What is stored: of rows of whole vectors the two usual cases apart, without questions in between.
+// The outputs to store; the two usual cases of rows of whole vectors are separate, without branches inside.
 enum class Store { kAny, kHigh, kE4m3 };
 
 __device__ inline Store usual_store(const NormParams& p) {
@@ -298,13 +298,13 @@ __device__ inline Store usual_store(const NormParams& p) {
     return p.y == nullptr && p.out != nullptr && p.e5m2 == 0 ? Store::kE4m3 : Store::kAny;
 }
 
-// Where eight columns of a row go.
+// The destination of eight columns of a row.
 struct Outputs {
     uint8_t *y, *out;
     int width;  // columns inside, of eight
 };
 
-// Normalises eight elements, stores what is asked for, and returns the bytes. `amax` is raised.
+// Normalises eight elements, stores the requested outputs, and returns the bytes. Raises `amax`.
 template <bool kVectors, Floating In, Store kStore = Store::kAny>
 __device__ inline uint2 normalise8(const NormParams& p, const Raw8<In>& raw, const Stats& stats, const Weights& weights,
                                    const Outputs& to, float scale, float& amax) {
@@ -314,13 +314,13 @@ __device__ inline uint2 normalise8(const NormParams& p, const Raw8<In>& raw, con
     const float shift = -stats.mean * stats.rstd;
 #pragma unroll
     for (int c = 0; c < 8; ++c) {
-        // FP32 has instructions to spare, and digits that the other form loses where the mean is far from 0.
+        // FP32 can afford the instructions, and the other form loses digits if the mean is far from 0.
         const float z = sizeof(In) == 4 ? (y[c] - stats.mean) * stats.rstd : fmaf(y[c], stats.rstd, shift);
         y[c] = fmaf(z, weights.gamma[c], weights.beta[c]);
     }
     if (kStore == Store::kHigh || (kAny && p.y != nullptr)) store_part<kVectors, In>(to.y, 0, to.width, pack8<In>(y));
     if constexpr (!kVectors) {
-        // A row of NaN or Inf has made something of the zeros behind its end.
+        // A row with NaN or Inf turns the zeros after its end into NaN.
 #pragma unroll
         for (int c = 0; c < 8; ++c) y[c] = c < to.width ? y[c] : 0.0f;
     }
@@ -348,7 +348,7 @@ __device__ inline bool all_vectors(const NormParams& p) {
            is_aligned(p.gamma, 16) && is_aligned(p.beta, 16) && is_aligned(p.y, 16) && is_aligned(p.out, 8);
 }
 
-// What a launch does besides `rows()`, which returns the thread's maximum of |y|.
+// The frame of a launch around `rows()`, which returns the thread's maximum of |y|.
 template <Floating In, typename Rows>
 __device__ inline void with_amax(const NormParams& p, Rows rows) {
     if (p.noop != nullptr && *p.noop == 1.0f) return;
@@ -361,9 +361,9 @@ __device__ inline void with_amax(const NormParams& p, Rows rows) {
     if (p.measured != nullptr) write_measured<In>(p.measured, p.workspace, p.rule, amax);
 }
 
-// Where the bytes of a strip of 16, 32 or 64 rows wait until they are stored transposed: 128 columns after 128 columns,
-// row after row, so that rows are a constant distance apart. Groups of 16 rows keep pieces of 64 and of 32 bytes the
-// other way round, so that those of one column are read from different banks.
+// The buffer for the bytes of a strip of 16, 32 or 64 rows until they are stored transposed: 128 columns after 128
+// columns, row after row, so that rows are a constant distance apart. Groups of 16 rows keep pieces of 64 and of 32
+// bytes the other way round, so that those of one column are read from different banks.
 struct Stage {
     static constexpr uint32_t kPiece = kChunk;
     uint8_t* bytes;

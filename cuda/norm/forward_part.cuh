@@ -58,7 +58,7 @@ struct RowPart {
         }
     }
 
-    // Sends for what of the rows from `row0` on comes through the ring.
+    // Prefetches the part of the rows from `row0` on that comes through the ring.
     __device__ void ask(const NormParams& p, size_t row0) const {
         if (is_whole(p, row0)) {
             ask<true>(p, p.x, row0, 0);
@@ -135,7 +135,7 @@ struct RowPart {
         }
     }
 
-    // Else the compiler keeps the floats that it has made of a word instead of the word.
+    // Otherwise the compiler would keep the floats of a word instead of the word.
     __device__ void forget() {
 #pragma unroll
         for (int row = 0; row < kRows; ++row) {
@@ -170,7 +170,7 @@ struct RowPart {
         return __shfl_sync(kFullWarp, total, lane_row() * ForwardTeam::kLanes<kRows>);
     }
 
-    // Statistics of this lane's row. Once the rows are in registers, those from `next` on are sent for.
+    // Statistics of this lane's row. Once the rows are in registers, the rows from `next` on are prefetched.
     __device__ Stats stats(const NormParams& p, ForwardTeam& team, ForwardShared& shared, size_t next) {
         const float share = 1.0f / static_cast<float>(p.cols);
         float sums[kSums];
@@ -186,7 +186,7 @@ struct RowPart {
             const float sum = upper ? other : total, square = upper ? total : other;
             const float mean = p.rms != 0 ? 0.0f : sum * share;
             float squares = fmaf(-sum, mean, square);
-            // A mean far from 0 leaves little of the difference: once more, from the mean.
+            // The difference of sums cancels if the mean is far from 0, so it is computed again about the mean.
             if (__any_sync(kFullWarp, sum * mean > 4.0f * squares)) squares = add_squares(team, shared, mean);
             return {mean, rstd_of(p, squares)};
         }

@@ -1,4 +1,4 @@
-// LayerNorm and RMSNorm of rows, with a residual added before and a cast to FP8 behind.
+// LayerNorm and RMSNorm of rows, with an optional residual before and an optional cast to FP8 after.
 //
 //   s[r][c] = In(x[r][c] + residual[r][c])                    x itself without a residual
 //   mean[r] = sum over c of s[r][c] / cols                    0 for RMSNorm
@@ -32,12 +32,12 @@ namespace te_fast::norm {
 
 enum class Way { kRows, kTransposed, kLong };
 
-// Where gamma and beta are between one group of rows and the next: in global, registers, shared memory.
+// The place of gamma and beta between groups of rows: global memory, registers or shared memory.
 enum class Keep { kNot, kRegisters, kShared };
 
 template <Keep kKeep, int kVectors>
 struct Kept {
-    // What is loaded before the first rows are asked for: all of a thread's, or the usual number in shared memory.
+    // The weights that are loaded before the first rows: all of a thread's, or the usual number in shared memory.
     static constexpr int kFirst = kKeep == Keep::kRegisters ? kVectors : 2;
     Weights own[kKeep == Keep::kRegisters ? kVectors : 1];
     WeightPlanes planes;
@@ -111,8 +111,8 @@ __device__ float norm_rows(const NormParams& p, ForwardShared& shared, uint4* dy
     const uint32_t end = static_cast<uint32_t>(kTransposed ? p.ld_t : p.rows);  // with a stride below 2^31: ops/norm.rs
     const uint32_t clusters = gridDim.x / team.blocks, cluster = blockIdx.x / team.blocks;
     const uint32_t rows = blockDim.x / p.team * kRows, stride = clusters * p.strip;
-    // The rows that are stored transposed together lie together. Others are dealt out first to one team of each block,
-    // then to the next, so that what is left for the last round is shared by all multiprocessors.
+    // Rows that are stored transposed together are adjacent. Other rows go first to one team of each block, then to the
+    // next, so that all multiprocessors share the last round.
     const uint32_t first = kTransposed ? team.id * kRows : 0;
     uint32_t strip0 = kTransposed ? cluster * p.strip : (team.id * clusters + cluster) * kRows;
     uint4* behind = dynamic + p.ring * Part::ring_words();
@@ -190,7 +190,7 @@ __device__ Stats read_stats(const NormParams& p, size_t row, size_t cols, Forwar
     return {mean[0], rstd_of(p, sizeof(In) == 2 && p.rms != 0 ? fmaf(-total, mean[0], square) : square)};
 }
 
-// Rows that teams read anew for each use: for rows that registers cannot hold, and for those without 16-byte loads.
+// Rows that teams read again for each use: rows that do not fit into registers, and rows without 16-byte loads.
 template <bool kVectors, Floating In>
 __device__ float norm_again(const NormParams& p, ForwardShared& shared, uint4* dynamic) {
     ForwardTeam team(p.team);
@@ -201,7 +201,7 @@ __device__ float norm_again(const NormParams& p, ForwardShared& shared, uint4* d
     const float scale = p.scale == nullptr ? 0.0f : *p.scale;
     float amax = 0.0f;
     for (size_t row0 = blockIdx.x * static_cast<size_t>(p.strip); row0 < end; row0 += stride) {
-        // Teams pass their barriers equally often: tools that look for races count them.
+        // Teams pass their barriers equally often, since race detectors count them.
         const uint32_t rows = static_cast<uint32_t>(min(static_cast<size_t>(p.strip), p.rows - min(p.rows, row0)));
         for (uint32_t first = 0; first < rows; first += teams) {
             const uint32_t i = first + team.id;

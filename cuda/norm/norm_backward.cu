@@ -32,7 +32,7 @@ namespace te_fast::norm {
 constexpr uint32_t kFlight = 9;      // partial sums that a thread has under way: those of 144 blocks
 constexpr uint32_t kItemWords = 32;  // words of four columns that a block finishes at a time, one per lane
 
-// Where a row comes from: the copy engine's ring in shared memory, or memory, by 16 bytes or by elements.
+// The source of a row: the copy engine's ring in shared memory, or global memory, by 16 bytes or by elements.
 enum class Source { kRing, kVectors, kElements };
 
 // The rows of all teams of a block, which lie side by side in memory: stages of dy, x and add each.
@@ -108,7 +108,7 @@ struct Ring {
     }
 };
 
-// What a thread has of its columns.
+// A thread's sums of its columns.
 template <int kSlots>
 struct ColumnSums {
     float dgamma[kSlots][8] = {}, dbeta[kSlots][8] = {};
@@ -146,18 +146,18 @@ struct StatsQueue {
     }
 };
 
-// Where a cluster's kernel would spill.
+// A cluster's kernel would spill otherwise.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
 constexpr bool kFewRegisters = true;
 #else
 constexpr bool kFewRegisters = false;
 #endif
 
-// The rows of a block's teams, and what they add up to.
+// The rows of a block's teams, and their sums.
 template <Source kSource, bool kCluster, Floating In, int kSlots>
 struct Rows {
     static constexpr bool kRing = kSource == Source::kRing;
-    // What is needed twice stays in registers where there are enough.
+    // Values that are used twice stay in registers if there are enough.
     static constexpr bool kKept = kSlots <= 2 && sizeof(In) == 2 && !(kCluster && kFewRegisters);
     const NormBackwardParams& p;
     BackwardShared& shared;
@@ -323,7 +323,7 @@ __device__ void publish(const Words& layout, uint32_t width, const BackwardTeam&
     }
 }
 
-// Adds what the blocks that have the columns of `span` have published in the 32 words from `first` on. Contains
+// Adds the sums that the blocks with the columns of `span` have published in the 32 words from `first` on. Contains
 // barriers.
 template <bool kCluster>
 __device__ inline void finish_words(const NormBackwardParams& p, const Words& layout, const Span<kCluster>& span,

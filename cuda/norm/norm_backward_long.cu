@@ -108,7 +108,7 @@ __device__ inline void publish(const NormBackwardParams& p, float (&total)[8], u
     to[col0 + threadIdx.x] = sum;
 }
 
-// Adds what `count` tiles have published for a column.
+// Adds the sums that `count` tiles have published for a column.
 __device__ inline void finish_column(const NormBackwardParams& p, const float* from, uint32_t count, void* to,
                                      uint32_t col) {
     constexpr uint32_t kClasses = 8;

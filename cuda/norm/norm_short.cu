@@ -1,4 +1,4 @@
-// LayerNorm and RMSNorm of short rows, several of them a warp. What is computed, and in which numbers: norm.cu.
+// LayerNorm and RMSNorm of short rows, several per warp. norm.cu has the formulas and the arithmetic.
 //
 // Launch: norm_short, norm_short_transpose: 128 threads; `team` lanes, a power of two from 4 to 32, have a row, each of
 //         them eight columns of it, and 64 bytes of such rows at a time. Any number of blocks; `strip` rows of a block
@@ -146,7 +146,7 @@ struct ShortRows {
                 squares[r] = fmaf(-sums[r], mean[r], sums[kRows + r]);
                 cancelled = cancelled || sums[r] * mean[r] > 4.0f * squares[r];
             }
-            // A mean far from 0 leaves little of the difference: once more, from the mean.
+            // The difference of sums cancels if the mean is far from 0, so it is computed again about the mean.
             if (__any_sync(kFullWarp, cancelled)) add_squares(mean, squares);
         }
 #pragma unroll
@@ -163,7 +163,7 @@ struct ShortRows {
         }
     }
 
-    // Else the compiler keeps the floats that it has made of a word instead of the word.
+    // Otherwise the compiler would keep the floats of a word instead of the word.
     __device__ void forget() {
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
@@ -173,8 +173,7 @@ struct ShortRows {
     }
 };
 
-// Strip after strip. The next rows are sent for before a strip is stored transposed, whose bytes are behind the
-// weights.
+// Strip after strip. The next rows are prefetched before a strip is stored transposed; its bytes are after the weights.
 template <bool kTransposed, Store kStore, bool kVectors, Floating In>
 __device__ float norm_strips(const NormParams& p, uint4* dynamic) {
     ShortRows<kVectors, In> part(p);

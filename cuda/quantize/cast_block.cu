@@ -8,8 +8,8 @@
 //   1D scale_inv (ceil(K/128), up4(M))            scale_inv_t (ceil(M/128), up4(K))
 //   2D scale_inv (ceil(M/128), up4(ceil(K/128)))  scale_inv_t (ceil(K/128), up4(ceil(M/128)))
 //
-// Power-of-two scales of a 1D out_t can be written as bytes, E8M0 with 255 for the padding's zero: a quarter of the
-// memory to keep. Another cast turns them back into what cuBLAS reads, on the way.
+// Power-of-two scales of a 1D out_t can be written as bytes, E8M0 with 255 for the padding's zero: which takes a
+// quarter of the memory. Another cast converts them back to the format that cuBLAS reads.
 //
 // Launch: blocks = tiles_cols * tiles_rows, ceil(cols / 128) by ceil(rows / 128); 256 threads.
 // Needs:  contiguous x; any rows, cols, alignment of x and out; ld_t the multiple of 16 next to rows, out_t
@@ -34,7 +34,7 @@ __device__ inline void unpack_scales(const uint8_t* packed, float* unpacked, uin
     }
 }
 
-// Where no cast does it on the way: the gradient has come in FP8.
+// For calls without such a cast, because the gradient is quantised already.
 struct UnpackScalesParams {
     const uint8_t* packed;
     float* unpacked;

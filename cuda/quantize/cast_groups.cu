@@ -13,11 +13,9 @@
 //
 // With `numbers`, x has the rows of tokens, and row r of a counted group is that of token |numbers[r]| - 1 (as
 // moe/permute.cu numbers them): a permutation and a cast in one pass. A number of 0 is a row of zeros, and so is a
-// negative one unless all are gathered. Maxima then come from those of tokens:
-//   amax_tokens         token_max[t] = max |x[t]|
-// Blocks go down the columns of tiles, so that columns of x, which are read several times, stay in the L2 cache.
-//
-// What counts say beyond `rows` is left out, and so are negative ones: nothing is read or written past the tensor.
+// negative one unless all are gathered. Maxima then come from those of tokens: amax_tokens token_max[t] = max |x[t]|
+// Blocks go down the columns of tiles, so that columns of x, which are read several times, stay in the L2 cache. Counts
+// beyond `rows` are cut off, and negative ones are zero, so that nothing is read or written past the tensor.
 //
 // Launch: 256 threads. amax_tokens: a warp per token. amax_groups: parts * groups blocks. Others: tiles_cols times the
 //         most strips of 128 rows that the groups can have; blocks without a strip end at once.
@@ -122,7 +120,7 @@ __device__ inline CastBlockParams of_group(const CastGroupsParams& p, const Grou
     return b;
 }
 
-// Where the rows lie that a group's are read from.
+// The source of a group's rows.
 template <Floating In>
 __device__ inline const In* source_rows(const CastGroupsParams& p, const CastBlockParams& b) {
     return static_cast<const In*>(p.numbers == nullptr ? b.x : p.x);
@@ -226,7 +224,7 @@ __device__ void amax_groups(const CastGroupsParams& p) {
     if (threadIdx.x == 0) p.partial[blockIdx.x] = amax;
 }
 
-// The scale of a group, in whichever threads ask.
+// The scale of a group, in the calling threads.
 __device__ inline float scale_of(const CastGroupsParams& p, uint32_t group) {
     if (p.parts == 0) return p.scale[static_cast<size_t>(group) * p.stride];
     const float* partial = p.partial + static_cast<size_t>(group) * p.parts;
@@ -298,7 +296,7 @@ __device__ void cast_block_groups(const CastGroupsParams& p) {
     }
 }
 
-// As kBlocks, less the registers that finding the group takes.
+// As kBlocks, with fewer blocks because the search for the group takes registers.
 template <Floating In>
 constexpr int kGroupBlocks = kBlocks<In> > 1 ? kBlocks<In> - 1 : 1;
 template <Floating In>

@@ -1,10 +1,8 @@
 // Casts of many tensors to FP8 in one launch, each in row layout, transposed layout or both.
 //
-//   cast_many        q = fp8(float(x) * scale)     scale_inv = 1 / scale     amax = max(amax, max |x|)
-//   cast_block_many  blocks of 128 x 128, as cast_block.cu does it
-//   cast_many_rounded, cast_block_many_rounded
-//                    the same of round(x), x in FP32: master weights, of which a weight in 16 bits would have been a
-//                    copy
+//   cast_many q = fp8(float(x) * scale) scale_inv = 1 / scale amax = max(amax, max |x|) cast_block_many blocks of 128 x
+//   128, as cast_block.cu does it cast_many_rounded, cast_block_many_rounded the same for round(x), x in FP32: master
+//   weights, as if they had been copied to a weight of 16 bits first
 //
 // Scales and maxima are each tensor's own.
 //
@@ -86,7 +84,8 @@ __device__ void cast_many(const CastManyParams& p) {
         : cast_entry_tile<kBlockScales, false, Stored, In, Out>(entry, b, place, shared);
 }
 
-// As kBlocks, less the registers that finding the tensor takes; all of a patch is on its way before it is rounded.
+// As kBlocks, with fewer blocks because the search for the tensor takes registers; all loads of a patch are in flight
+// before it is rounded.
 template <Floating Stored, Floating In>
 constexpr int kManyCastBlocks = !std::same_as<Stored, In> ? kBlocks<Stored>
                                 : kBlocks<In> > 1         ? kBlocks<In> - 1

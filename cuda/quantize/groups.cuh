@@ -1,4 +1,4 @@
-// Where the groups of a tensor's rows lie: from counts on the device, or as many rows each.
+// The places of the groups among a tensor's rows: from counts on the device, or with equal rows.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ struct GroupRows {
     uint32_t index;
 };
 
-// A count as it is taken: none below zero, and no more than there are rows.
+// A count limited to 0 and the number of rows.
 __device__ inline uint64_t clamped(int64_t count, uint64_t rows) {
     return count < 0 ? 0 : min(static_cast<uint64_t>(count), rows);
 }

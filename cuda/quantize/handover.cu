@@ -1,7 +1,7 @@
-// Scales of FP8 values that one GEMM writes and the next one reads, many in one launch; cuBLAS wants each on 16 bytes
-// of its own. Row i of the table is {1 / scale, -, -, -, scale, -, -, -, found, -, -, -}. Before: the row from *scale,
+// Scales of FP8 values that one GEMM writes and the next one reads, many in one launch; cuBLAS needs each one aligned
+// to 16 bytes. Row i of the table is {1 / scale, -, -, -, scale, -, -, -, found, -, -, -}. Before: the row from *scale,
 // and found = 0. After: *amax = max(*amax, found), NaN ignored. cuBLAS overwrites found with the maximum of its result,
-// and delayed scaling wants the maximum over all calls of a step; none where amax is null.
+// and delayed scaling needs the maximum over all calls of a step; nothing is raised if amax is null.
 //
 // Launch: blocks = 1, 32 threads, one entry each.
 // Needs:  count <= 32; a table of `first + count` rows of 12 floats.

@@ -1,4 +1,5 @@
-// Many tensors in one launch: they travel as parameters, so that no table on the device has to outlive anything.
+// Many tensors in one launch: their addresses are kernel parameters, so that no table on the device has to be kept
+// alive.
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,6 @@
 // Sums of the columns of a tensor that blocks walk strip by strip, in an order that shape and plan fix: the rows of a
 // strip that a thread has, 8 of each tile; two such; the 8 pairs; the strips s of each of 8 classes s % 8; the classes.
-// No block waits for another: the one that comes last does what is left, in whatever order they start.
+// No block waits for another: the last block to arrive does the rest, for any order of starts.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,7 @@ namespace te_fast::tile {
 
 constexpr int kTileWarps = kTileThreads / 32;
 
-// What a thread keeps of the eight columns of its patch.
+// A thread's sums of the eight columns of its patch.
 template <int kHalves>
 using ColumnTotals = float[kHalves][8];
 

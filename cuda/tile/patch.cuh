@@ -14,7 +14,7 @@ namespace te_fast::tile {
 constexpr int kPatch = kVector;
 constexpr int kPatches = kTile / kPatch;  // along either side
 
-// Where a tile lies and what this thread holds of it.
+// The place of a tile, and this thread's patch of it.
 struct TilePlace {
     size_t rows, cols;  // of the tensor
     size_t row0, col0;  // of the tile
@@ -52,7 +52,7 @@ struct Halves {
 
     // Elements of one row of x.
     __device__ size_t stride() const { return kCount * cols; }
-    // From a column of the activated half to the one of the linear half that it meets.
+    // Distance from a column of the activated half to its column of the linear half.
     __device__ uint32_t to_linear() const { return interleave == 0 ? static_cast<uint32_t>(cols) : interleave; }
     // Column in x of `col` of half 0 (activated) or 1 (linear); the plan keeps cols below 2^31.
     __device__ uint32_t column(uint32_t col, int half) const {
@@ -124,7 +124,7 @@ __device__ inline Raw8<In> load_row8(const In* x, const PatchPlace<kGated>& patc
     }
 }
 
-// The way back: rounds eight values to Out and stores those inside.
+// The inverse: rounds eight values to Out and stores those inside.
 template <bool kVectors, Floating Out, bool kGated>
 __device__ inline void store_row8(Out* to, const PatchPlace<kGated>& patch, int i, int half, const float (&values)[8]) {
     if (i >= patch.rows) return;

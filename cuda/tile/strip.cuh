@@ -1,5 +1,5 @@
-// The walk of the activation kernels. A block goes down one column of tiles; the rows that its threads read next are on
-// their way to shared memory while it works on one, across the ends of tiles.
+// The walk of the activation kernels. A block goes down one column of tiles. While it works on a row, the next rows are
+// prefetched into shared memory, across the ends of tiles.
 #pragma once
 
 #include <cstddef>
@@ -45,7 +45,8 @@ struct Strip {
     }
 };
 
-// Rows of `kTensors` inputs on their way. Each thread copies what it reads itself, so that nothing waits for others.
+// Prefetched rows of `kTensors` inputs. Each thread copies the data that it reads itself, so that no thread waits for
+// others.
 template <int kTensors, Floating In>
 struct RowRing {
     static constexpr int kWords = sizeof(In) / 2;

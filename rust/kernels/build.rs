@@ -1,9 +1,9 @@
 //! Compiles `cuda/*/*.cu` to one fatbin each and checks that every symbol of `ids.rs` is in its image.
 //!
 //! The same inputs give the same bytes: no GPU is looked for. `TE_FAST_CUDA_ARCHS` names the architectures,
-//! `TE_FAST_NVCC` the compiler, `TE_FAST_LINEINFO=1` adds line numbers for profilers, `TE_FAST_SKIP_CUDA=1` builds without
-//! images. `TE_FAST_FATBINS` is a folder in which finished images are kept: builds for several Pythons and machines, which
-//! have an `OUT_DIR` each, run nvcc once.
+//! `TE_FAST_NVCC` the compiler, `TE_FAST_LINEINFO=1` adds line numbers for profilers, `TE_FAST_SKIP_CUDA=1` builds
+//! without images. `TE_FAST_FATBINS` is a folder for finished images: builds for several Pythons and machines, each
+//! with its own `OUT_DIR`, then run nvcc once.
 #![allow(missing_docs, clippy::expect_used, clippy::panic, clippy::unwrap_used)]
 
 use std::env;
@@ -26,7 +26,7 @@ use ids::{Image, KernelId};
 
 /// Machine code of a release; the last one is also shipped as PTX for GPUs to come.
 const RELEASE_ARCHS: &str = "80,89,90,100,120";
-/// The one that `Image::is_hopper_only` is about.
+/// The architecture of `Image::is_hopper_only`.
 const HOPPER: &str = "90";
 /// Shipped as PTX, too: GPUs between the listed ones (11.0, Thor) cannot run the last one's.
 const PTX_ARCH: &str = "90";
@@ -48,7 +48,7 @@ fn main() {
         .expect("cuda/ exists");
     for entry in fs::read_dir(&sources).expect("cuda/ is readable") {
         let path = entry.expect("a readable entry").path();
-        // Cargo looks at all that is in a folder; what lies beside them is for people.
+        // Cargo watches all files of a folder, and the other files here are documentation.
         if path.is_dir() {
             println!("cargo::rerun-if-changed={}", path.display());
         }
@@ -83,21 +83,21 @@ fn main() {
     write_table(&out, &includes, &numbers);
 }
 
-/// What images are made of, and where they go.
+/// The inputs and the output folder of images.
 struct Build<'a> {
     nvcc: &'a Path,
     sources: &'a Path,
     out: &'a Path,
-    /// A folder of finished images, and what they depend on.
+    /// A folder of finished images, and a number of their inputs.
     kept: Option<(PathBuf, u64)>,
 }
 
 impl Build<'_> {
-    /// Makes every image that has options and machines to be for.
+    /// Makes every image that has architectures.
     fn all<'o>(&self, options_of: impl Fn(Image) -> Option<(&'o Vec<String>, usize)> + Sync) {
         let jobs = std::thread::available_parallelism().map_or(2, usize::from);
         let next = AtomicUsize::new(0);
-        // The long ones are last in the list: begun first, they leave short ones for the end.
+        // The longest compilations are last in the list. They start first, so that short ones fill the end.
         let images: Vec<Image> = Image::ALL.iter().rev().copied().collect();
         std::thread::scope(|scope| {
             for _ in 0..jobs {
@@ -127,13 +127,14 @@ impl Build<'_> {
     }
 }
 
-/// An environment variable, of which cargo is told only once it is read: one that did not matter rebuilds nothing.
+/// An environment variable. Cargo is told of it only when it is read, so that an unused variable causes no rebuild.
 fn variable(name: &str) -> Option<String> {
     println!("cargo::rerun-if-env-changed={name}");
     env::var(name).ok()
 }
 
-/// Whatever the images depend on, as a number: the compiler, its options, all device code; not where these lie.
+/// A number of everything that the images depend on: the compiler, its options and all device code, without their
+/// paths.
 fn key_of(nvcc: &Path, options: &[String], folders: [&Path; 2]) -> u64 {
     let mut hasher = DefaultHasher::new();
     options.hash(&mut hasher);
@@ -162,7 +163,7 @@ fn list_files(folder: &Path, files: &mut Vec<PathBuf>) {
     }
 }
 
-/// Copy a file; who looks for it while it is written finds none.
+/// Copy a file atomically, so that no reader finds a partial file.
 fn take(from: &Path, to: &Path) {
     let folder = to.parent().expect("a file in a folder");
     fs::create_dir_all(folder).expect("TE_FAST_FATBINS and OUT_DIR are writable");
@@ -237,7 +238,7 @@ fn find_nvcc() -> PathBuf {
 
 fn compile(nvcc: &Path, options: &[String], archs: usize, sources: &Path, out: &Path, image: Image) {
     let kept = out.join(image.path());
-    // Left-overs of another list of architectures are not to be searched.
+    // Files of an earlier list of architectures must not be searched.
     drop(fs::remove_dir_all(&kept));
     fs::create_dir_all(&kept).expect("OUT_DIR is writable");
     run_nvcc(nvcc, options, [sources, &out.join("include")], image, &fatbin(out, image), &kept);
@@ -261,15 +262,15 @@ fn compile(nvcc: &Path, options: &[String], archs: usize, sources: &Path, out: &
     fs::remove_dir_all(&kept).expect("the parts were just written");
 }
 
-/// Options of images for one architecture: no PTX can stand in for them. Spills are not refused: what walks over the groups
-/// of a product keeps a few words per tile in memory, which its loops do not touch.
+/// Options of images for one architecture: no PTX can stand in for them. Spills are allowed: the walk over the groups
+/// of a product keeps a few words per tile in memory, outside of its loops.
 fn hopper_options() -> Vec<String> {
     let mut options = common_options();
     options.extend(["-gencode=arch=compute_90a,code=sm_90a".into(), "--compress-mode=size".into()]);
     options
 }
 
-/// What every image is compiled with.
+/// Options of every image.
 fn common_options() -> Vec<String> {
     let mut options: Vec<String> = "-fatbin -std=c++20 -O3 -Werror=all-warnings".split(' ').map(String::from).collect();
     // Two thirds of an image, which only profilers and the sanitizer read.

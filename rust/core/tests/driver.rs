@@ -1,5 +1,5 @@
-//! Calls of the CUDA driver, with a stub in its place (`driver_stub.c`): each test runs itself again in a process that finds
-//! the stub as `libcuda.so.1`. Without a C compiler nothing is tested.
+//! Calls of the CUDA driver, with a stub instead of the driver (`driver_stub.c`): each test runs itself again in a
+//! process that finds the stub as `libcuda.so.1`. The tests need a C compiler and pass without one.
 #![expect(clippy::unwrap_used, reason = "a test stops at the first error")]
 
 use std::path::PathBuf;
@@ -35,7 +35,7 @@ fn stub(test: &str) -> Option<PathBuf> {
     Some(folder)
 }
 
-/// Runs `test` in a process with the stub and gives what it printed.
+/// Runs `test` in a process with the stub and returns its output.
 fn with_stub(test: &str, variable: Option<&str>) -> Option<String> {
     let folder = stub(test)?;
     let mut child = Command::new(std::env::current_exe().unwrap());
@@ -79,7 +79,7 @@ fn memory_goes_back_from_a_thread_without_a_context() {
         return;
     }
     let Some(printed) = with_stub("memory_goes_back_from_a_thread_without_a_context", None) else { return };
-    // Workspace, scratch, and the smaller scratch that it took the place of.
+    // Workspace, scratch, and the smaller scratch that it replaced.
     assert_eq!(printed.matches("allocated in its context").count(), 3, "{printed}");
     assert_eq!(printed.matches("freed in its context").count(), 3, "{printed}");
     assert!(!printed.contains("without a context"), "{printed}");

@@ -1,4 +1,4 @@
-//! A program of one linear op computes what its quantisations and products do, bit for bit, on the host backend.
+//! A program of one linear op has the bits of its separate quantisations and products, on the host backend.
 #![expect(clippy::unwrap_used, reason = "a test stops at the first error")]
 
 use std::sync::Arc;
@@ -25,7 +25,7 @@ const ROWS: usize = 40;
 const INPUTS: usize = 144;
 const OUTPUTS: usize = 160;
 
-/// What a call is: recipe, and what it wants.
+/// A call: recipe, and the gradients that it needs.
 #[derive(Clone, Copy, Debug)]
 #[expect(clippy::struct_excessive_bools, reason = "facts that do not depend on each other")]
 struct Case {
@@ -48,7 +48,7 @@ struct Operands {
     amaxes: [Vec<f32>; 3],
 }
 
-/// What a call writes.
+/// The results of a call.
 #[derive(Debug, PartialEq)]
 struct Results {
     y: Vec<f32>,
@@ -208,7 +208,7 @@ fn product(
     plan.run(&mut dispatcher.lane(PLACE, 0, Memory::Own)?.target, &pointers)
 }
 
-/// What the program is to compute, put together from quantisations and products.
+/// The expected results, from separate quantisations and products.
 fn by_parts(case: &Case) -> Result<Results> {
     let mut dispatcher = dispatcher();
     let Case { recipe, bias, input_grad, weight_grad, bias_grad, .. } = *case;
@@ -343,7 +343,7 @@ fn cases(recipe: Recipe) -> impl Iterator<Item = Case> {
         let on = |bit: u32| bits & (1 << bit) != 0;
         let (bias, bias_grad, deferred, save_original_input) = (on(0), on(1), on(2), on(3));
         let (input_grad, weight_grad) = (on(4), on(5));
-        // Without a gradient in FP8 no quantisation of it sums its columns.
+        // If the gradient is not in FP8, no quantisation sums its columns.
         let sums = bias && (input_grad || weight_grad);
         let sensible = (!bias_grad || sums) && (weight_grad || !(deferred || save_original_input));
         sensible.then_some(Case { recipe, bias, input_grad, weight_grad, bias_grad, deferred, save_original_input })

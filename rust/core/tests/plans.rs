@@ -1,5 +1,5 @@
-//! Plans and programs of whatever sizes: a plan that is made has the sizes that were asked for, one that cannot be is an error,
-//! and nothing panics. Arithmetic that would overflow panics in a test. `make fuzz` runs a hundred times as many cases.
+//! Plans and programs of random sizes: a plan has the requested sizes, an impossible plan is an error, and nothing
+//! panics. Arithmetic that would overflow panics in a test. `make fuzz` runs a hundred times as many cases.
 use proptest::prelude::*;
 use te_fast_core::base::config::Config;
 use te_fast_core::base::dtype::Device;
@@ -15,7 +15,7 @@ use te_fast_core::runtime::dispatcher::Dispatcher;
 use te_fast_core::runtime::lane::Limits;
 use te_fast_core::{Float, Fp8};
 
-/// Sizes around every edge that a launch has, up to those that no tensor has.
+/// Sizes around every limit of a launch, up to sizes that no tensor has.
 fn size() -> impl Strategy<Value = usize> {
     let edges: Vec<usize> =
         vec![0, 1, 16, 127, 128, 129, 1 << 15, 1 << 16, (1 << 31) - 1, 1 << 31, 1 << 32, 1 << 40, 1 << 62];

@@ -1,4 +1,5 @@
-//! In steady state a call of a program allocates nothing on the heap: counted, with the recorder in place of the kernels.
+//! Counts allocations: in steady state a call of a program allocates nothing on the heap. The recorder replaces the
+//! kernels.
 #![expect(clippy::unwrap_used, reason = "a test stops at the first error")]
 
 use std::sync::Arc;
@@ -77,7 +78,7 @@ fn serves(program: &Program, linear: usize) -> bool {
     record.serves(&record, Microbatch::Unknown, false)
 }
 
-/// Memory that stands for every tensor: nothing is launched.
+/// Memory for all tensors, since nothing is launched.
 #[derive(Clone, Copy)]
 struct Everywhere<'a> {
     pointer: DevPtr<'a>,

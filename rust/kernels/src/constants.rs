@@ -1,10 +1,10 @@
-//! Numbers that a kernel and the code that launches it must agree on. Rust takes them from here; `build.rs` writes them into
-//! `common/constants.cuh`, which the kernels include: `norm::MAX_STRIP` is `te_fast::norm::kMaxStrip` there. So each
-//! stands once.
+//! Numbers that a kernel and the code that launches it must agree on. Rust takes them from here; `build.rs` writes them
+//! into `common/constants.cuh`, which the kernels include: `norm::MAX_STRIP` is `te_fast::norm::kMaxStrip` there. So
+//! each number stands in one place.
 
 use super::ids::Float;
 
-/// Constants of one namespace: its name, and names and values of what is in it.
+/// Constants of one namespace: its name, and the names and values in it.
 pub type Namespace = (&'static str, &'static [(&'static str, u64)]);
 
 macro_rules! constants {
@@ -28,7 +28,7 @@ macro_rules! constants {
 }
 
 constants! {
-    /// Of every family.
+    /// Constants of all families.
     common {
         /// Threads of a warp.
         WARP: u32 = 32;
@@ -60,7 +60,7 @@ constants! {
         THREADS: u32 = 256;
         /// Elements that a block takes at a time, of kernels that see no rows.
         SPAN: usize = 8192;
-        /// What the blocks of an amax leave to each other.
+        /// Bytes that the blocks of an amax exchange.
         AMAX_WORKSPACE_BYTES: usize = 8;
         /// Dynamic shared memory of a cast with a transposed layout.
         CAST_TRANSPOSE_SHARED: u32 = 48 << 10;
@@ -68,11 +68,11 @@ constants! {
         SUMMING_BLOCKS: u32 = 3;
         /// An inverse block scale of zero as a byte; others are biased exponents.
         ZERO_SCALE_BYTE: u8 = 255;
-        /// Entries of a `scale_update` or `amax_gather`, as many as kernel parameters hold.
+        /// Largest number of entries of a `scale_update` or `amax_gather`, limited by the size of kernel parameters.
         MANY_ENTRIES: usize = 1020;
-        /// The same with parameters that cost the host next to nothing to hand over.
+        /// The same with parameters that cost the host almost nothing.
         FEW_ENTRIES: usize = 62;
-        /// Tensors of a `cast_many`, as many as kernel parameters hold.
+        /// Largest number of tensors of a `cast_many`, limited by the size of kernel parameters.
         MANY_TENSORS: usize = 480;
         /// Elements that a block of an `amax_many` takes.
         MANY_CHUNK: usize = 4 * SPAN;
@@ -84,9 +84,9 @@ constants! {
         HANDOVER_ENTRIES: usize = 32;
         /// Bytes of a row of its table: inverse scale, scale and maximum, each on 16 bytes of its own.
         HANDOVER_ROW_BYTES: usize = 48;
-        /// Where a row has the scale.
+        /// Offset of the scale in a row.
         HANDOVER_SCALE_AT: usize = 16;
-        /// Where a row has the maximum that the GEMM found.
+        /// Offset of the maximum that the GEMM found in a row.
         HANDOVER_FOUND_AT: usize = 32;
         /// Size of `ScaleUpdateFewParams`.
         SCALE_UPDATE_FEW_PARAMS_BYTES: usize = 16 + 32 * FEW_ENTRIES;
@@ -188,7 +188,7 @@ constants! {
         HELD_BYTES: usize = 128;
         /// Columns of a thread, with the transposed layout.
         TRANSPOSED_COLUMNS: usize = 16;
-        /// What the columns of a block are a multiple of.
+        /// Multiple of the columns of a block.
         CHUNK: usize = 128;
         /// Rows of a block at a time that static shared memory has room for.
         MAX_STRIP: u32 = 64;
@@ -226,7 +226,7 @@ constants! {
     attention {
         /// Threads of a block.
         ROTATE_THREADS: u32 = 256;
-        /// Heads that a thread turns by the same cosines and sines.
+        /// Heads that a thread rotates by the same cosines and sines.
         ROTATE_HEADS: u32 = 8;
         /// Tensors of heads in one launch.
         ROTATE_PARTS: usize = 3;
@@ -250,7 +250,7 @@ constants! {
         MAP_GROUPS: usize = 64;
         /// The same of a map in front of rows.
         LEADING_MAP_GROUPS: usize = 16;
-        /// Bytes in which the blocks of a launch that makes a map find each other.
+        /// Bytes of counters by which the blocks of a launch that makes a map synchronise.
         STATE_BYTES: usize = 128;
         /// Bytes of a word of the memory that a map's blocks fill with ones.
         FILL_WORD: usize = 16;
@@ -260,13 +260,13 @@ constants! {
         PIECE_ROWS: usize = common::WARP as usize;
         /// Scales of each of these rows.
         PIECE_SCALES: usize = 8;
-        /// No token: that of a row that is zero.
+        /// The number of no token, for a row of zeros.
         ZERO_ROW: u32 = 0xffff_fffe;
         /// Splits that travel by value.
         INLINE_SPLITS: usize = 1024;
         /// Threads of a block that moves rows in segments, a warp each.
         PAD_THREADS: u32 = 256;
-        /// Codes of what that does.
+        /// Codes of these moves.
         MOVE_PAD: u32 = 0;
         /// The reverse.
         MOVE_UNPAD: u32 = 1;
@@ -282,7 +282,7 @@ constants! {
         PROB_BF16: u32 = 2;
         /// IEEE binary64.
         PROB_F64: u32 = 3;
-        /// Codes of what a routing is: a mask of bytes.
+        /// Codes of routing maps: a mask of bytes.
         ROUTING_MASK8: u32 = 0;
         /// A mask of 32-bit integers.
         ROUTING_MASK32: u32 = 1;
@@ -296,7 +296,7 @@ constants! {
         SCORE_SIGMOID: u32 = 1;
         /// The root of softplus.
         SCORE_SQRTSOFTPLUS: u32 = 2;
-        /// Codes of what a router normalises: the chosen experts.
+        /// Codes of the experts that a router normalises: the chosen experts.
         OVER_CHOSEN: u32 = 0;
         /// All experts, before the choice.
         OVER_BEFORE: u32 = 1;

@@ -275,7 +275,7 @@ kernels! {
     CastBlock1d(Float, Fp8) "cast_block_1d" in CastBlock;
     /// Block-scaled cast, 128 x 128.
     CastBlock2d(Float, Fp8) "cast_block_2d" in CastBlock;
-    /// Block scales that were kept as bytes, as floats.
+    /// Converts block scales from bytes to floats.
     UnpackScales() "unpack_block_scales" in CastBlock;
     /// Parts of the largest magnitudes of groups of rows.
     AmaxGroups(Float) "amax_groups" in CastGroups;
@@ -309,7 +309,7 @@ kernels! {
     ScaleUpdate() "scale_update" in ScaleUpdate;
     /// The same with a small parameter struct.
     ScaleUpdateFew() "scale_update_few" in ScaleUpdate;
-    /// Live maxima of many entries side by side.
+    /// Gathers live maxima of many entries.
     AmaxGather() "amax_gather" in ScaleUpdate;
     /// The same with a small parameter struct.
     AmaxGatherFew() "amax_gather_few" in ScaleUpdate;
@@ -337,7 +337,7 @@ kernels! {
     PermuteCast(Float, Fp8) "permute_cast" in PermuteCast;
     /// Gathers and sums permuted rows.
     UnpermuteFwd(Float) "unpermute_fwd" in PermuteMerge;
-    /// The gradient of that with probabilities.
+    /// The gradient of an unpermutation with probabilities.
     UnpermuteBwd(Float) "unpermute_bwd" in PermuteMerge;
     /// Scores, choice and probabilities of a router.
     RouterFwd(Float) "router_fwd" in Router;
@@ -375,7 +375,7 @@ kernels! {
     NormBackwardClusterElements(Float) "norm_backward_cluster_elements" in NormBackward;
     /// Sums over rows that the gradient of a norm needs.
     NormBackwardSums(Float) "norm_backward_sums" in NormBackwardLong;
-    /// The gradient from these.
+    /// The gradient of a norm from these sums.
     NormBackwardTiles(Float) "norm_backward_tiles" in NormBackwardLong;
     /// FP8 products of groups of rows, sums in the tensor cores.
     GroupedRowsFast(Fp8) "grouped_rows_fast" in GroupedFp8;

@@ -50,7 +50,7 @@ impl<T> IntoPython<T> for te_fast_core::Result<T> {
     }
 }
 
-/// A core error, which gets the layer's name in front, or one of Python's, which does not.
+/// A core error, which gets the layer's name in front, or a Python error, which does not.
 #[derive(Debug)]
 pub(crate) enum Failure {
     Core(Error),

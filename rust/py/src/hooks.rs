@@ -1,4 +1,4 @@
-//! Python's half: what the native side calls when a call leaves the straight path.
+//! Python functions that the native side calls when a call leaves the straight path.
 
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
@@ -12,16 +12,16 @@ use crate::torch::reader::view_of;
 
 const SKIP: &str = "the tensor of set_skip_fp8_weight_update_tensor";
 
-/// Functions of Python's, set once at import.
+/// Python functions, set once at import.
 #[derive(Debug)]
 pub(crate) struct Hooks {
     /// `torch._C._FunctionBase.apply` of the programs' autograd function.
     pub(crate) apply: Py<PyAny>,
     /// The same backward for `create_graph=True`, where differentiating again must raise.
     pub(crate) backward_once: Py<PyAny>,
-    /// `apply_padded`: a call with the rows that its GEMMs lack.
+    /// `apply_padded`: a call with rows that must be padded for its GEMMs.
     pub(crate) padded: Py<PyAny>,
-    /// `run_padded`: the same of `program_run_forward`.
+    /// `run_padded`: the same for `program_run_forward`.
     pub(crate) padded_run: Py<PyAny>,
     /// `apply_on_nothing`: a call on zero rows.
     pub(crate) on_nothing: Py<PyAny>,
@@ -31,17 +31,17 @@ pub(crate) struct Hooks {
     pub(crate) skip_weight_flag: Py<PyAny>,
     /// `recompute(handle, slots, generation, grads) -> None | (scale, generation)`, while activation recomputation is on.
     pub(crate) recompute: Py<PyAny>,
-    /// `dummy_wgrad(weight) -> Tensor`: what autograd is given for a gradient that went into `main_grad`.
+    /// `dummy_wgrad(weight) -> Tensor`: autograd's stand-in for a gradient that went into `main_grad`.
     pub(crate) dummy_wgrad: Py<PyAny>,
 }
 
-/// Arguments of the autograd function behind the tensors: program, owner, `is_first_microbatch`, joined parts or a version,
-/// and memory of the caller's.
+/// Arguments of the autograd function after the tensors: program, owner, `is_first_microbatch`, joined parts or a
+/// version, and memory of the caller's.
 pub(crate) const OTHERS: usize = 5;
 
 static HOOKS: PyOnceLock<Hooks> = PyOnceLock::new();
 
-/// Tells the native side Python's half; once, at import.
+/// Sets the Python functions; once, at import.
 #[pyfunction]
 #[pyo3(signature = (*, apply, backward_once, padded, padded_run, on_nothing, update_backward_scales, skip_weight_flag, recompute, dummy_wgrad))]
 #[expect(clippy::too_many_arguments, reason = "keywords of a Python function")]
@@ -75,7 +75,7 @@ pub(crate) fn hooks(py: Python<'_>) -> PyResult<&Hooks> {
     HOOKS.get(py).ok_or_else(|| PyRuntimeError::new_err("te_fast.pytorch was not imported"))
 }
 
-/// What `FP8GlobalStateManager.set_skip_fp8_weight_update_tensor` has set.
+/// The tensor of `FP8GlobalStateManager.set_skip_fp8_weight_update_tensor`.
 #[cold]
 pub(crate) fn skip_flag(state: &State, py: Python<'_>, device: Device) -> Result<Option<Py<PyAny>>, Failure> {
     const OP: &str = "autocast";

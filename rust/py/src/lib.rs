@@ -1,4 +1,5 @@
-//! `te_fast._native`: the dispatcher as Python sees it. Extract, call, convert; the logic is in `te_fast_core`.
+//! `te_fast._native`: the dispatcher for Python. Functions here extract arguments, call the core and convert results;
+//! the logic is in `te_fast_core`.
 
 mod autocast;
 mod direct;
@@ -12,8 +13,8 @@ mod torch;
 
 use pyo3::prelude::*;
 
-/// The native half of te_fast. The dispatcher is one for all threads, and the GIL is its lock: an interpreter that runs
-/// without one has to take it back.
+/// The native half of te_fast. All threads share one dispatcher, and the GIL is its lock, so a free-threaded
+/// interpreter must enable the GIL.
 #[pymodule(gil_used = true)]
 mod _native {
     #[pymodule_export]

@@ -217,7 +217,7 @@ impl Dispatcher {
         }
     }
 
-    /// A launch target alone, for kernels that need no private memory; the device must be current.
+    /// A launch target for kernels without private memory; the device must be current.
     ///
     /// # Errors
     /// No driver.
@@ -306,21 +306,21 @@ impl Dispatcher {
         std::iter::once(host).chain(devices).collect()
     }
 
-    /// Takes the private memory of every stream away; later calls make new one.
+    /// Takes the private memory of every stream; later calls allocate again.
     pub fn take_memory(&mut self) -> PrivateMemory {
         self.host.scratch = Vec::new();
         PrivateMemory(self.devices.iter_mut().flatten().flat_map(|state| std::mem::take(&mut state.streams)).collect())
     }
 }
 
-/// Private memory that no later call uses. It goes back to the devices where this is dropped, on any thread, which waits for
-/// calls in flight: not where others wait for the dispatcher.
+/// Private memory that no later call uses. Its drop frees the memory, on any thread, and waits for running kernels; so
+/// do not drop it while the dispatcher is borrowed.
 #[derive(Debug)]
 #[must_use]
 pub struct PrivateMemory(#[expect(dead_code, reason = "held to be dropped")] Vec<StreamState>);
 
-/// A lane whose private memory a graph under capture keeps. Each replay clears the counters: the graph's other tensors
-/// may take turns with them in its memory.
+/// A lane with private memory in the pool of a graph under capture. Each replay clears the counters, since other
+/// tensors of the graph may share their memory.
 #[cold]
 fn captured_lane<'d>(
     queue: CudaQueue<'d>,

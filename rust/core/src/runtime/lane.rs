@@ -1,4 +1,4 @@
-//! Where a call runs and with which private memory: the device and stream, the launch target on them, scratch and workspace.
+//! The place and the private memory of a call: device and stream, launch target, scratch and workspace.
 
 use crate::base::dtype::Device;
 use crate::base::pointer::DevPtr;
@@ -8,10 +8,10 @@ use crate::launch::target::Target;
 /// Self-resetting counters of reductions that end in the launch that began them: zero between launches.
 pub const COUNTER_BYTES: usize = 64 << 10;
 
-/// Where those lie by which a kernel with counters of its own finds a maximum, too.
+/// Offset of the counters with which a kernel that has other counters also finds a maximum.
 pub const MEASURE_COUNTERS_AT: usize = COUNTER_BYTES - 256;
 
-/// Scratch above this comes from torch's allocator, which can lend the memory to others between two calls.
+/// Scratch above this size comes from torch's allocator, so that others can use the memory between calls.
 pub const OWN_SCRATCH_LIMIT: usize = 32 << 20;
 
 /// Every private buffer starts on a multiple of this.
@@ -32,16 +32,17 @@ pub struct Place {
     pub stream: Stream,
 }
 
-/// Where a call's private memory comes from.
+/// The source of a call's private memory.
 #[derive(Clone, Copy, Debug)]
 pub enum Memory<'a> {
-    /// The stream's own, which stays.
+    /// The stream's own memory, which is kept.
     Own,
-    /// The caller's, for scratch alone.
+    /// The caller's memory, only for scratch.
     Scratch(DevPtr<'a>),
-    /// The caller's, for workspace, counters and scratch: a graph under capture keeps what it uses in its own pool.
+    /// The caller's memory for workspace, counters and scratch, since a graph under capture keeps its memory in its own
+    /// pool.
     Everything(DevPtr<'a>),
-    /// The same of a call without matrix products.
+    /// The same for a call without matrix products.
     Counted {
         /// Counters, then scratch.
         memory: DevPtr<'a>,
@@ -64,7 +65,7 @@ pub struct Workspace<'a> {
 /// A launch target with its private memory.
 #[derive(Debug)]
 pub struct Lane<'d> {
-    /// Where launches go.
+    /// The launch target.
     pub target: Target<'d>,
     /// Memory for them.
     pub workspace: Workspace<'d>,
@@ -73,7 +74,7 @@ pub struct Lane<'d> {
 /// First compute capability that has clusters of blocks.
 pub(crate) const CLUSTERS_FROM: (u32, u32) = (9, 0);
 
-/// What plans size their grids and blocks by.
+/// The limits by which plans choose grids and blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
     /// Streaming multiprocessors.
@@ -85,8 +86,9 @@ pub struct Limits {
 }
 
 impl Limits {
-    /// How many clusters of so many blocks, of which a multiprocessor has room for `each`, run at once. Those of four
-    /// and eight find room on 120 of an H200's 132 multiprocessors; one too many would come last.
+    /// Number of clusters of a size that run at once, if a multiprocessor has room for `each` blocks. Clusters of four
+    /// and eight blocks fit on only 120 of an H200's 132 multiprocessors; a cluster too many would run after all
+    /// others.
     #[must_use]
     pub const fn clusters_at_once(&self, blocks: u32, each: u32) -> u32 {
         let usable = if blocks > 2 { self.multiprocessors / 11 * 10 } else { self.multiprocessors };
@@ -95,7 +97,7 @@ impl Limits {
     }
 }
 
-/// What a caller must allocate for a call.
+/// The memory that a caller must allocate for a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum External {
     /// Nothing.

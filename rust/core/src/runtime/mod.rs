@@ -1,4 +1,4 @@
-//! What outlives a call: the dispatcher, and the lanes that calls run on.
+//! The dispatcher, which outlives calls, and the lanes that calls run on.
 
 pub mod dispatcher;
 pub mod lane;

@@ -1,10 +1,10 @@
-//! Process groups as numbers. Memory of a group that is gone may be another's later, so that an address is no name.
+//! Process groups as numbers. An address cannot identify a group, since another group may reuse it later.
 
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyWeakrefMethods, PyWeakrefReference};
 
-/// The groups that were ever seen; a group's number is its place, from 1.
+/// All groups so far; a group's number is its index, from 1.
 #[pyclass(module = "te_fast._native")]
 #[derive(Debug, Default)]
 struct Groups(Vec<Group>);
@@ -12,7 +12,7 @@ struct Groups(Vec<Group>);
 #[derive(Debug)]
 enum Group {
     Known(Py<PyWeakrefReference>),
-    /// Of a type that has no weak references: it lives as long as the process.
+    /// A group without weak references; it is kept as long as the process.
     Held(Py<PyAny>),
 }
 
@@ -41,7 +41,7 @@ fn number(group: &Bound<'_, PyAny>) -> PyResult<u64> {
     if let Some(known) = find(&*groups.try_borrow()?, group) {
         return Ok(known);
     }
-    // Making a reference may run anything, so nothing is borrowed meanwhile, and another thread may be first.
+    // Making a reference may run foreign code, so nothing is borrowed meanwhile, and another thread may be faster.
     let new = PyWeakrefReference::new(group)
         .map_or_else(|_| Group::Held(group.clone().unbind()), |reference| Group::Known(reference.unbind()));
     let mut groups = groups.try_borrow_mut()?;

@@ -1,4 +1,4 @@
-//! Recipes for Python: `te_fast.common.recipe` describes them in these terms.
+//! Recipes for Python: the native form into which `te_fast.common.recipe` translates recipes.
 
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -10,7 +10,7 @@ use te_fast_core::recipe::definition::{
 use crate::error::IntoPython;
 use crate::torch::process::state;
 
-/// A recipe in the dispatcher's terms.
+/// The native form of a recipe.
 #[pyclass(module = "te_fast._native", name = "Recipe", frozen, eq, skip_from_py_object)]
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct NativeRecipe(pub(crate) Recipe);

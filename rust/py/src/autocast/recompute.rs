@@ -1,5 +1,5 @@
 //! Activation recomputation under delayed scaling: the second run of a forward quantises with the first one's scales.
-//! Python keeps them in between (`_scale_tape.py`); programs ask here.
+//! Python keeps these scales in between (`runtime/scale_tape.py`), and programs request them here.
 
 use pyo3::prelude::*;
 use te_fast_core::base::pointer::DevPtr;
@@ -28,8 +28,8 @@ impl RecordedScales {
     }
 }
 
-/// Tells Python that a linear op runs within activation recomputation: the first phase notes its scales, the second hands
-/// them back. `handle` is what the op keeps between calls; `grads` is torch's grad mode where the op was called.
+/// Tells Python that a linear op runs within activation recomputation: the first phase notes its scales, and the second
+/// phase returns them. `handle` is the op's weight handle; `grads` is torch's grad mode where the op was called.
 #[cold]
 pub(crate) fn recorded_scales(
     state: &State,
@@ -47,7 +47,8 @@ pub(crate) fn recorded_scales(
     Ok(Some(RecordedScales { scale: Held::new(&state.reader, &scale)?, generation }))
 }
 
-/// Puts this thread into a phase of activation recomputation; its number, for [`autocast_leave_phase`].
+/// Puts this thread into a phase of activation recomputation; returns the thread's number, for
+/// [`autocast_leave_phase`].
 #[pyfunction]
 pub(crate) fn autocast_enter_phase(py: Python<'_>) -> PyResult<u64> {
     Ok(state(py)?.dispatcher(py)?.0.autocast.enter_phase())
@@ -110,7 +111,7 @@ impl HeldRegion {
         Ok(Self(Some(state(py)?.dispatcher(py)?.0.autocast.hold(&request, given.clone()).python()?)))
     }
 
-    /// Puts back what was in force before; once.
+    /// Restores the former region; once.
     fn take_back(slf: &Bound<'_, Self>) -> PyResult<()> {
         let (py, former) = (slf.py(), slf.try_borrow_mut()?.0.take());
         let Some(former) = former else { return Ok(()) };

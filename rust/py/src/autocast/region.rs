@@ -18,14 +18,14 @@ use crate::error::{IntoPython, to_python};
 use crate::layer::module::Argument;
 use crate::torch::process::{State, state};
 
-/// Recipe and process group of a region, as they were given: what the dispatcher keeps with it.
+/// Recipe and process group of a region, as the user passed them; the dispatcher keeps them with the region.
 #[derive(Debug)]
 struct RegionObjects {
     recipe: Option<Object>,
     group: Option<Object>,
 }
 
-/// What the binding asks of Python, set once by `te_fast.pytorch.quantization`.
+/// Functions of Python that the binding calls, set once by `te_fast.pytorch.quantization`.
 #[derive(Debug)]
 struct Callbacks {
     /// `prepare(recipe | None) -> recipe`, with its native form in `_native`.
@@ -36,12 +36,12 @@ struct Callbacks {
     native: Py<PyString>,
 }
 
-/// What the end of an outermost region runs, before forward scales are updated.
+/// Functions that run at the end of an outermost region, before forward scales are updated.
 type AtEnd = fn(Python<'_>) -> PyResult<()>;
 
 static AT_END: OnceLock<AtEnd> = OnceLock::new();
 
-/// Has the ends of outermost regions run `at_end` from now on.
+/// Lets the ends of outermost regions run `at_end` from now on.
 pub(crate) fn run_at_end(at_end: AtEnd) {
     AT_END.get_or_init(|| at_end);
 }
@@ -52,7 +52,7 @@ fn callbacks(py: Python<'_>) -> PyResult<&Callbacks> {
     CALLBACKS.get(py).ok_or_else(|| to_python(Error::state("autocast", "te_fast.pytorch has not been imported")))
 }
 
-/// Sets what the binding calls: `prepare(recipe | None) -> recipe` and `update(without_grad)`.
+/// Sets the functions that the binding calls: `prepare(recipe | None) -> recipe` and `update(without_grad)`.
 #[pyfunction]
 #[pyo3(signature = (prepare, update, /))]
 pub(crate) fn autocast_callbacks(py: Python<'_>, prepare: Py<PyAny>, update: Py<PyAny>) {
@@ -60,7 +60,7 @@ pub(crate) fn autocast_callbacks(py: Python<'_>, prepare: Py<PyAny>, update: Py<
     CALLBACKS.get_or_init(py, || Callbacks { prepare, update, native });
 }
 
-/// Drops what regions kept that are no longer in force. It may run anything, so nothing is borrowed meanwhile.
+/// Drops the objects of finished regions. A drop may run foreign code, so nothing is borrowed meanwhile.
 pub(super) fn release(py: Python<'_>, state: &State) -> PyResult<()> {
     loop {
         let released = state.dispatcher(py)?.0.autocast.pop_released();
@@ -84,7 +84,7 @@ pub(crate) struct AutocastRegion {
     former: Option<Former>,
 }
 
-/// A flag by its truth value, as Transformer Engine takes it; a recipe is none.
+/// A flag by its truth value, as in Transformer Engine; a recipe is refused.
 fn flag(name: &'static str, Argument(given): Argument<'_>, default: bool) -> PyResult<bool> {
     let Some(given) = given else { return Ok(default) };
     if let Ok(flag) = given.cast::<PyBool>() {
@@ -167,14 +167,14 @@ impl AutocastRegion {
         }
         release(py, state)?;
         if due != Due::Nothing {
-            // Only calibration goes on without gradients, as when a trained model is calibrated.
+            // Without gradients only calibration updates, for the calibration of a trained model.
             callbacks.update.bind(py).call1((!enabled,))?;
         }
         Ok(())
     }
 }
 
-/// Puts a region in force. It is not borrowed while Python runs, which may be anything that uses it.
+/// Puts a region in force. The object is not borrowed while Python runs, since foreign code may use it.
 fn enter(region: &Bound<'_, AutocastRegion>) -> PyResult<()> {
     let py = region.py();
     let callbacks = callbacks(py)?;
@@ -198,7 +198,7 @@ fn enter(region: &Bound<'_, AutocastRegion>) -> PyResult<()> {
     Ok(())
 }
 
-/// The native form of a recipe; Python makes it where there is none, and the default recipe for `None`.
+/// The native form of a recipe. Python makes it if there is none, and passes the default recipe for `None`.
 #[inline]
 fn native_of(callbacks: &Callbacks, py: Python<'_>, recipe: &mut Option<Py<PyAny>>) -> PyResult<Recipe> {
     if let Some(known) = recipe
@@ -231,12 +231,12 @@ pub(crate) fn autocast_set(
     release(py, state)
 }
 
-/// What the dispatcher keeps with a region of these, if anything.
+/// The objects that the dispatcher keeps with a region, if any.
 pub(super) fn given_of(recipe: Option<Object>, group: Option<Object>) -> Option<Given> {
     if recipe.is_none() && group.is_none() { None } else { Some(Arc::new(RegionObjects { recipe, group })) }
 }
 
-/// What a region of these asks for; the recipe must have its native form.
+/// The request of a region; the recipe must have its native form.
 pub(crate) fn request_of(
     py: Python<'_>,
     recipe: Option<&Object>,
@@ -279,7 +279,7 @@ pub(crate) fn autocast_set_depth(py: Python<'_>, depth: u32) -> PyResult<()> {
     Ok(())
 }
 
-/// Back to the state of a fresh process; layers keep their slots.
+/// Restores the state of a fresh process; layers keep their slots.
 #[pyfunction]
 pub(crate) fn autocast_reset(py: Python<'_>) -> PyResult<()> {
     let state = state(py)?;
@@ -287,7 +287,7 @@ pub(crate) fn autocast_reset(py: Python<'_>) -> PyResult<()> {
     release(py, state)
 }
 
-/// The region in force in this thread, as attributes: what a compiled graph is guarded by.
+/// The region in force in this thread, as attributes that are guards of a compiled graph.
 #[pyclass(module = "te_fast._native", frozen)]
 #[derive(Debug)]
 pub(crate) struct CurrentRegion;
@@ -314,7 +314,7 @@ impl CurrentRegion {
         Ok(region.calibrating && !region.enabled)
     }
 
-    /// Equal where layers must behave alike.
+    /// Equal if layers must behave in the same way.
     #[getter]
     fn epoch(&self, py: Python<'_>) -> PyResult<u64> {
         Ok(state(py)?.dispatcher(py)?.0.autocast.current().epoch)

@@ -19,7 +19,7 @@ use crate::error::{IntoPython, named, to_python};
 use crate::torch::process::{State, state};
 use crate::torch::reader::{Held, view_of};
 
-/// What an update asks of Python, set once by `te_fast.runtime.delayed`.
+/// Functions of Python that an update calls, set once by `te_fast.runtime.delayed`.
 #[derive(Debug)]
 struct Callbacks {
     /// `world_size(group, all_gone) -> int`.
@@ -28,7 +28,7 @@ struct Callbacks {
     agree: Py<PyAny>,
     /// `all_reduce(maxima, group)`: the largest of all ranks, in place.
     all_reduce: Py<PyAny>,
-    /// `update(forward, [(id, first tensor)], maxima | None)`: scales by the user's own algorithms.
+    /// `update(forward, [(id, first tensor)], maxima | None)`: scales by users' algorithms.
     update: Py<PyAny>,
 }
 
@@ -38,8 +38,8 @@ fn callbacks(py: Python<'_>) -> PyResult<&Callbacks> {
     CALLBACKS.get(py).ok_or_else(|| to_python(Error::state("delayed scaling", "te_fast.pytorch has not been imported")))
 }
 
-/// Sets what an update of delayed scaling calls: `world_size(group, all_gone)`, `agree(slots, group, maxima)`,
-/// `all_reduce(maxima, group)` and `update(forward, slots, maxima)`.
+/// Sets the functions that an update of delayed scaling calls: `world_size(group, all_gone)`, `agree(slots, group,
+/// maxima)`, `all_reduce(maxima, group)` and `update(forward, slots, maxima)`.
 #[pyfunction]
 #[pyo3(signature = (world_size, agree, all_reduce, update, /))]
 pub(crate) fn delayed_callbacks(
@@ -57,7 +57,7 @@ fn direction(forward: bool) -> Direction {
 }
 
 /// Updates the scales of all layers that ran: forward's, or backward's. `distributed` is whether there are other ranks to
-/// reduce maxima with, `unfused` whether all scales are updated as the user's own algorithms are.
+/// reduce maxima with, `unfused` whether Python updates all scales, as for users' algorithms.
 #[pyfunction]
 #[pyo3(signature = (forward, distributed=false, unfused=false, /))]
 pub(crate) fn update_scales(py: Python<'_>, forward: bool, distributed: bool, unfused: bool) -> PyResult<()> {
@@ -99,11 +99,11 @@ pub(crate) fn update_scales(py: Python<'_>, forward: bool, distributed: bool, un
     Ok(())
 }
 
-/// What slots that are gone on this rank bring to a reduction: less than any maximum, so that ranks see which are gone on
-/// all of them.
+/// The number of slots that are freed on this rank in a reduction: less than any maximum, so that ranks see which slots
+/// are freed on all of them.
 const GONE: f32 = -1.0;
 
-/// The maxima of a bucket, reduced over its ranks; none where this rank is the only one, or the group is gone.
+/// The maxima of a bucket, reduced over its ranks; none if this rank is the only one, or the group is gone.
 fn reduce<'py>(
     py: Python<'py>,
     state: &State,
@@ -156,14 +156,14 @@ fn update_device(
     update::update(&mut state.dispatcher(py)?.0, direction, Place { device, stream }, &reduced).python()
 }
 
-/// Tells the dispatcher that forward scales were changed by others: cached weights are older than them.
+/// Tells the dispatcher that others have changed forward scales, so that cached weights are out of date.
 #[pyfunction]
 pub(crate) fn note_scale_change(py: Python<'_>) -> PyResult<()> {
     state(py)?.dispatcher(py)?.0.forward_generation += 1;
     Ok(())
 }
 
-/// The numbers of the slots that take part in updates whether their layers ran or not, in the order that all ranks have.
+/// The numbers of the slots that take part in updates, in the order of all ranks.
 #[pyfunction]
 #[pyo3(signature = (forward, /))]
 pub(crate) fn amax_participants(py: Python<'_>, forward: bool) -> PyResult<Vec<u64>> {
@@ -207,7 +207,7 @@ impl Drop for SlotsHandle {
 }
 
 impl SlotsHandle {
-    /// The slots themselves, for a layer that reads so many of one direction.
+    /// The slots themselves, for a layer that reads a number of tensors of one direction.
     pub(crate) fn slots(&self, layer: &str, forward: bool, count: usize) -> PyResult<Arc<AmaxSlots>> {
         let slots = &self.0;
         if slots.direction() == direction(forward) && slots.count() as usize >= count {
@@ -259,7 +259,7 @@ impl SlotsHandle {
         self.0.ran()
     }
 
-    /// Takes part in updates from now on, at the next place in the order that all ranks have.
+    /// Takes part in updates from now on, at the next place in the order of all ranks.
     fn take_part(&self, py: Python<'_>) -> PyResult<()> {
         state(py)?.dispatcher(py)?.0.autocast.take_part(&self.0);
         Ok(())

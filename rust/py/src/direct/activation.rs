@@ -43,7 +43,7 @@ impl FunctionArguments {
     }
 }
 
-/// Tensors to write; `None` where not asked for.
+/// Tensors to write; `None` for those that are not requested.
 #[derive(FromPyObject)]
 pub(crate) struct OutputArguments<'py> {
     #[pyo3(item(0))]
@@ -79,7 +79,7 @@ pub(crate) struct ScaleArguments<'py> {
     row_scale: Option<Bound<'py, PyAny>>,
 }
 
-/// What both directions read alike.
+/// The inputs of both directions.
 struct Common<'a> {
     rows: usize,
     cols: usize,

@@ -1,4 +1,4 @@
-//! What every direct call does first: make tensors contiguous, check them, find the place and private memory.
+//! The preparation of every direct call: make tensors contiguous, check them, find the place and private memory.
 
 use pyo3::prelude::*;
 use te_fast_core::base::dtype::{DType, Device};
@@ -15,7 +15,7 @@ use crate::error::IntoPython;
 use crate::torch::process::{Guard, State};
 use crate::torch::reader::view_of;
 
-/// A tensor as it was read, and the contiguous copy for kernels where its layout asks for one.
+/// A tensor, and a contiguous copy for kernels if its layout needs one.
 pub(crate) struct Input<'a, 'py> {
     given: TensorView<'a>,
     copy: Option<Bound<'py, PyAny>>,
@@ -49,7 +49,7 @@ impl<'a, 'py> Input<'a, 'py> {
     }
 }
 
-/// The error of a tensor that cannot be read. Quantised ones, which Transformer Engine permutes, say what to do.
+/// The error for a tensor that cannot be read, with a remedy for quantised tensors.
 #[cold]
 fn unreadable(state: &State, tensor: &Bound<'_, PyAny>, what: &str, error: Error) -> Error {
     let is_tensor = tensor.is_instance(state.torch.tensor.bind(tensor.py())).unwrap_or(false);
@@ -66,7 +66,7 @@ fn unreadable(state: &State, tensor: &Bound<'_, PyAny>, what: &str, error: Error
     )
 }
 
-/// Where a call runs.
+/// The place of a call.
 pub(crate) struct DirectCall<'s, 'py> {
     pub(crate) state: &'s State,
     pub(crate) py: Python<'py>,
@@ -91,8 +91,8 @@ impl<'s, 'py> DirectCall<'s, 'py> {
         self.state.pointer(tensor).python()
     }
 
-    /// Runs `body` with `bytes` of private memory: the stream's own, or a tensor's where a graph under capture has
-    /// to keep it or where it is large.
+    /// Runs `body` with `bytes` of private memory: the stream's own, or a tensor if a graph under capture must keep the
+    /// memory or if it is large.
     pub(crate) fn run(
         &self,
         bytes: usize,
@@ -111,7 +111,7 @@ impl<'s, 'py> DirectCall<'s, 'py> {
         body(&mut target, scratch).python()
     }
 
-    /// Runs `body` with `bytes` of scratch memory and what else a stream has of its own.
+    /// Runs `body` with `bytes` of scratch memory and the stream's other private memory.
     pub(crate) fn with_lane(
         &self,
         bytes: usize,

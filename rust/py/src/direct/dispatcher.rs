@@ -107,7 +107,7 @@ pub(crate) fn inventory(py: Python<'_>) -> PyResult<Vec<(String, usize, usize, u
     Ok(all.into_iter().map(|(device, plans, bytes, streams)| (device.to_string(), plans, bytes, streams)).collect())
 }
 
-/// Gives private memory back to the devices, which waits for them; other threads run meanwhile.
+/// Frees private memory, which waits for the devices; other threads run meanwhile.
 #[pyfunction]
 pub(crate) fn release_memory(py: Python<'_>) -> PyResult<()> {
     let memory = state(py)?.dispatcher(py)?.0.take_memory();
@@ -115,28 +115,28 @@ pub(crate) fn release_memory(py: Python<'_>) -> PyResult<()> {
     Ok(())
 }
 
-/// Loads every kernel onto a device; how many there are. Other threads run meanwhile.
+/// Loads every kernel onto a device, and returns their number. Other threads run meanwhile.
 #[pyfunction]
 #[pyo3(signature = (ordinal, /))]
 pub(crate) fn load_kernels(py: Python<'_>, ordinal: u16) -> PyResult<usize> {
     py.detach(|| te_fast_core::cuda::images::load_kernels(ordinal)).python()
 }
 
-/// Whether row counts that are no multiple of 8 are taken; returns the former setting.
+/// Sets whether row counts that are not multiples of 8 are accepted; returns the former setting.
 #[pyfunction]
 #[pyo3(signature = (enabled, /))]
 pub(crate) fn set_auto_pad(py: Python<'_>, enabled: bool) -> PyResult<bool> {
     Ok(std::mem::replace(&mut state(py)?.dispatcher(py)?.0.auto_pad, enabled))
 }
 
-/// Rows that the current region's FP8 GEMMs need behind `rows`, where the user lets them be appended.
+/// Number of rows to append to `rows` for the current region's FP8 GEMMs, if the user allows it.
 #[pyfunction]
 #[pyo3(signature = (rows, /))]
 pub(crate) fn rows_to_pad(py: Python<'_>, rows: usize) -> PyResult<usize> {
     Ok(state(py)?.dispatcher(py)?.0.rows_to_pad(rows))
 }
 
-/// Whether each call compares the tensors' device with the current one; returns the former setting.
+/// Sets whether each call compares the tensors' device with the current one; returns the former setting.
 #[pyfunction]
 #[pyo3(signature = (enabled, /))]
 pub(crate) fn set_check_device(py: Python<'_>, enabled: bool) -> PyResult<bool> {

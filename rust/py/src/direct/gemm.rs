@@ -80,12 +80,12 @@ pub(crate) fn gemm<'py>(
     })
 }
 
-/// The largest power of two up to 256 that all tensors lie on multiples of.
+/// The alignment of all tensors: the largest power of two up to 256.
 fn alignment(tensors: [&TensorView<'_>; 3]) -> u16 {
     1 << tensors.map(|tensor| tensor.data().address().trailing_zeros().min(8)).into_iter().min().unwrap_or(0)
 }
 
-/// The emulation of the tensor cores is the host's, of FP8.
+/// Only the host emulates tensor cores, for FP8.
 fn check_exact(device: Device, operands: [&Operand; 2]) -> PyResult<()> {
     if device == Device::Cpu && operands.iter().all(|operand| operand.as_fp8().is_some()) {
         return Ok(());

@@ -36,7 +36,7 @@ impl NormArguments {
     }
 }
 
-/// Tensors to read beside `x`; `None` where there is none.
+/// Tensors to read in addition to `x`; `None` if absent.
 #[derive(FromPyObject)]
 pub(crate) struct InputArguments<'py> {
     #[pyo3(item(0))]
@@ -53,7 +53,7 @@ pub(crate) struct InputArguments<'py> {
     noop: Option<Bound<'py, PyAny>>,
 }
 
-/// Tensors to write; `None` where not asked for.
+/// Tensors to write; `None` for those that are not requested.
 #[derive(FromPyObject)]
 pub(crate) struct OutputArguments<'py> {
     #[pyo3(item(0))]
@@ -77,7 +77,7 @@ impl<'py> OutputArguments<'py> {
         [&self.high, &self.rowwise, &self.columnwise, &self.sum, &self.mean, &self.rstd].map(Option::as_ref)
     }
 
-    /// Outputs that go together are there together.
+    /// Checks that outputs that belong together are requested together.
     fn check(&self, op: &'static str, kind: NormKind, residual: bool) -> te_fast_core::Result<()> {
         if self.sum.is_some() != residual {
             return Err(Error::value(op, "a residual needs a sum to write, and a sum a residual"));

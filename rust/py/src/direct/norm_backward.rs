@@ -12,7 +12,7 @@ use crate::error::IntoPython;
 use crate::torch::process::state;
 use crate::torch::reader::view_of;
 
-/// Tensors to read beside `x`; `None` where there is none.
+/// Tensors to read in addition to `x`; `None` if absent.
 #[derive(FromPyObject)]
 pub(crate) struct InputArguments<'py> {
     #[pyo3(item(0))]
@@ -27,7 +27,7 @@ pub(crate) struct InputArguments<'py> {
     add: Option<Bound<'py, PyAny>>,
 }
 
-/// Tensors to write; `None` where not asked for.
+/// Tensors to write; `None` for those that are not requested.
 #[derive(FromPyObject)]
 pub(crate) struct OutputArguments<'py> {
     #[pyo3(item(0))]

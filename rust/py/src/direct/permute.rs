@@ -1,4 +1,4 @@
-//! MoE permutation as Python sees it: read the tensors, allocate the outputs, run the plans.
+//! MoE permutation for Python: read the tensors, allocate the outputs, run the plans.
 
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
@@ -155,7 +155,7 @@ pub(crate) fn moe_apply<'py>(
     (out, out_probs).into_pyobject(py)
 }
 
-/// The ends that a permutation brought, or those that are still to be counted.
+/// The ends from a permutation, or ends that are still to be counted.
 struct CountedEnds<'a> {
     given: DevPtr<'a>,
     plan: EndsPlan,
@@ -304,7 +304,7 @@ pub(crate) fn moe_unpermute_backward<'py>(
     (dx, dprobs).into_pyobject(py)
 }
 
-/// The count of dropped rows of `like`'s device, one int64; `clear` starts it again.
+/// The count of dropped rows of `like`'s device, one int64; `clear` resets it.
 #[pyfunction]
 #[pyo3(signature = (like, clear, /))]
 pub(crate) fn moe_dropped<'py>(like: &Bound<'py, PyAny>, clear: bool) -> PyResult<Bound<'py, PyAny>> {

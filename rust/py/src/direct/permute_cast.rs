@@ -1,4 +1,4 @@
-//! MoE permutation into FP8, padding and chunk sorting as Python sees them.
+//! MoE permutation into FP8, padding and chunk sorting for Python.
 
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
@@ -17,7 +17,7 @@ use crate::direct::permute_route::{Permuted, Route, RouteSpec, TokenInputs, Want
 use crate::error::IntoPython;
 use crate::torch::process::state;
 
-/// How the caller wants rows quantised: (e5m2, scale, amax, eps, pow2).
+/// The quantisation of rows: (e5m2, scale, amax, eps, pow2).
 type CastArguments<'py> = (bool, Option<Bound<'py, PyAny>>, Option<Bound<'py, PyAny>>, f32, bool);
 
 fn one_f32<'a>(
@@ -138,7 +138,7 @@ fn integers_of(list: &Bound<'_, PyList>) -> PyResult<Vec<i64>> {
     Ok(integers)
 }
 
-/// Every value rounded up to a multiple of `align`; what 64 bits cannot hold is cut, to more than a plan takes.
+/// Every value rounded up to a multiple of `align`; an overflow saturates to a value that no plan takes.
 fn padded_to(values: &[i64], align: usize) -> Vec<i64> {
     let align = i64::try_from(align).unwrap_or(i64::MAX).max(1);
     let raised = |rows: i64| rows.saturating_add(align - 1);
@@ -148,7 +148,7 @@ fn padded_to(values: &[i64], align: usize) -> Vec<i64> {
     values.iter().map(|&rows| raised(rows).div_euclid(align) * align).collect()
 }
 
-/// What a mode means, and which function it serves.
+/// The meaning of a mode, and the public function that uses it.
 const fn move_of(mode: u32) -> (Move, &'static str) {
     match mode {
         0 => (Move::Pad, "Fp8Padding"),
@@ -158,7 +158,7 @@ const fn move_of(mode: u32) -> (Move, &'static str) {
     }
 }
 
-/// A list of splits that was checked against the rows of the input, and what padding makes of it.
+/// A list of splits that was checked against the rows of the input, and the padded splits.
 struct Listed {
     values: Vec<i64>,
     padded: Vec<i64>,
@@ -199,17 +199,17 @@ impl Listed {
     }
 }
 
-/// What alignments are multiples of, as a rule.
+/// The usual divisor of alignments.
 const STEP: usize = 16;
 
-/// The first multiples of [`STEP`] as Python has them: to make and free integers takes longer than all else that a
-/// list of padded splits needs.
+/// The first multiples of [`STEP`] as Python integers, since making and freeing integers would dominate the time of a
+/// list of padded splits.
 fn multiples(py: Python<'_>) -> &'static [Py<PyInt>] {
     static MULTIPLES: PyOnceLock<Vec<Py<PyInt>>> = PyOnceLock::new();
     MULTIPLES.get_or_init(py, || (0..4096).map(|count| PyInt::new(py, count * STEP).unbind()).collect())
 }
 
-/// Rows padded or unpadded by a list: (out, padded splits). The list tells the number of rows; where it pads nothing,
+/// Rows padded or unpadded by a list: (out, padded splits). The list gives the number of rows; if no padding is needed,
 /// out is None. Padded splits come with `mode` 0, to pad; 1 is to unpad.
 #[pyfunction]
 #[pyo3(signature = (inp, splits, mode, align, /))]
@@ -240,8 +240,8 @@ pub(crate) fn moe_pad_list<'py>(
     (out, padded).into_pyobject(py)
 }
 
-/// What `moe_pad_list` makes of an input with `in_rows` rows: (rows of the output, padded splits); no rows where
-/// nothing is padded.
+/// Sizes of the result of `moe_pad_list` for an input with `in_rows` rows: (rows of the output, padded splits); no rows
+/// if no padding is needed.
 #[pyfunction]
 #[pyo3(signature = (splits, mode, align, in_rows, /))]
 pub(crate) fn moe_padded_splits<'py>(
@@ -258,8 +258,8 @@ pub(crate) fn moe_padded_splits<'py>(
 }
 
 /// Rows moved in segments: (out, `out_probs`, padded splits). `splits` is a list of int or a tensor on the input's
-/// device; `mode` is 0 to pad, 1 to unpad, 2 to sort chunks, 3 to undo that. Padded splits come where rows are padded
-/// by a tensor.
+/// device; `mode` is 0 to pad, 1 to unpad, 2 to sort chunks, 3 to undo that. Padded splits are returned only if a
+/// tensor of splits pads rows.
 #[pyfunction]
 #[pyo3(signature = (inp, probs, splits, index, mode, align, rows, /))]
 pub(crate) fn moe_pad<'py>(

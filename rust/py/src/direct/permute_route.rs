@@ -1,4 +1,4 @@
-//! What every permutation of tokens starts with: its inputs read, its route checked, the tensors of the map made.
+//! The preparation of every permutation of tokens: read its inputs, check its route, make the tensors of the map.
 
 use pyo3::prelude::*;
 use te_fast_core::base::dtype::DType;
@@ -58,7 +58,7 @@ impl<'a> TokenViews<'a> {
     }
 }
 
-/// What the caller asks of the permutation.
+/// The caller's options of the permutation.
 #[derive(Clone, Copy)]
 pub(crate) struct RouteSpec {
     pub(crate) rows: usize,
@@ -86,12 +86,12 @@ impl Route {
         Ok(Self { cols, float, prob, shape, plan })
     }
 
-    /// The same whose map also fills so many words of 16 bytes.
+    /// The same with a map that also fills a number of words of 16 bytes.
     pub(crate) fn filling(self, words: u32) -> Self {
         Self { plan: self.plan.filling(words), ..self }
     }
 
-    /// The ends of the experts' rows, where the caller keeps none, and what the map needs.
+    /// The ends of the experts' rows, if the caller keeps none, and the memory for the map.
     pub(crate) fn scratch_bytes(&self) -> usize {
         self.ends_bytes() + self.plan.scratch_bytes().next_multiple_of(256)
     }
@@ -132,7 +132,7 @@ impl<'py> Permuted<'py> {
     }
 }
 
-/// A routing map as the map kernel takes it.
+/// A routing map in the form of the map kernel.
 pub(crate) fn routing_of(
     call: &DirectCall<'_, '_>,
     view: &TensorView<'_>,
@@ -170,7 +170,7 @@ pub(crate) struct MapTensors<'py> {
     pub(crate) padded_counts: Option<Bound<'py, PyAny>>,
 }
 
-/// What a map call asks for.
+/// The options of a map call.
 #[derive(Clone, Copy)]
 pub(crate) struct Wanted {
     pub(crate) pads: bool,

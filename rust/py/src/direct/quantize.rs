@@ -19,7 +19,7 @@ use crate::torch::process::state;
 const GRANULE: usize = 16;
 
 /// Quantises `x` as the operand `role` of a GEMM under `recipe`: (row data, row scales, column data, column scales,
-/// column sums), None where not asked for.
+/// column sums), None for those that are not requested.
 #[pyfunction]
 #[pyo3(signature = (x, recipe, role, rowwise, columnwise, scale, amax, dbias, /))]
 pub(crate) fn quantize<'py>(

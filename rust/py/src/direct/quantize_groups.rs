@@ -18,8 +18,8 @@ use crate::torch::process::{State, state};
 
 const OP: &str = "quantize_groups";
 
-/// Quantises `[rows, cols]` whose rows `splits` counts, or without counts a stack `[groups, rows, cols]` of weights: (row
-/// data, row scales, column data, column scales), None where not asked for.
+/// Quantises `[rows, cols]` whose rows `splits` counts, or without counts a stack `[groups, rows, cols]` of weights:
+/// (row data, row scales, column data, column scales), None for those that are not requested.
 #[pyfunction]
 #[pyo3(signature = (x, splits, recipe, role, rowwise, columnwise, scale, amax, /))]
 pub(crate) fn quantize_groups<'py>(
@@ -111,7 +111,7 @@ pub(crate) fn quantize_groups<'py>(
     Ok([row, row_scale, col, col_scale])
 }
 
-/// The groups of `x`, and where their counts lie.
+/// The groups of `x`, and the address of their counts.
 fn shape_of<'a>(
     state: &State,
     x: &TensorView<'_>,
@@ -136,7 +136,7 @@ fn shape_of<'a>(
     Ok((GroupShape { groups, division: Division::Counted, rows: size(0), cols: size(1) }, counts.data()))
 }
 
-/// One f32 for each group; null without.
+/// One f32 for each group, or null.
 fn slots<'a>(
     state: &State,
     tensor: Option<&'a Bound<'_, PyAny>>,

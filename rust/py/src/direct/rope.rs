@@ -34,7 +34,7 @@ impl TurnArguments<'_> {
     }
 }
 
-/// Turns the heads of up to three tensors in one launch.
+/// Rotates the heads of up to three tensors in one launch.
 #[pyfunction]
 #[pyo3(signature = (turns, interleaved, transposed, /))]
 #[expect(clippy::needless_pass_by_value, reason = "PyO3 extracts lists by value")]

@@ -1,4 +1,4 @@
-//! Routers of mixtures as Python sees them: read the tensors, allocate what is asked for, run the plan.
+//! Routers of mixtures for Python: read the tensors, allocate the requested outputs, run the plan.
 
 use pyo3::prelude::*;
 use te_fast_core::base::dtype::DType;
@@ -13,7 +13,7 @@ use crate::torch::process::state;
 
 const OP: &str = "router";
 
-/// How a router chooses: topk, groups, groups of a token, scores, what is normalised, factor.
+/// How a router chooses: topk, groups, groups of a token, scores, the normalised experts, factor.
 type Choice<'a> = (usize, usize, usize, &'a str, &'a str, f32);
 
 fn spec_of((topk, groups, group_topk, score, over, factor): Choice<'_>, input: Float) -> Result<RouterSpec, Error> {
@@ -43,7 +43,7 @@ fn data<'a>(view: Option<&TensorView<'a>>) -> DevPtr<'a> {
     view.map_or(DevPtr::null(), TensorView::data)
 }
 
-/// Probabilities, scores for backward, map and its bits; the last three where they are asked for. Writes `indices`.
+/// Probabilities, scores for backward, map and its bits; the last three only on request. Writes `indices`.
 #[pyfunction]
 #[pyo3(signature = (logits, bias, choice, indices, wanted, /))]
 pub(crate) fn router_forward<'py>(

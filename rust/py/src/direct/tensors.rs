@@ -1,4 +1,4 @@
-//! Tensors of direct calls, checked: what the wrappers of `te_fast.dispatch` share.
+//! Checks of tensors in direct calls, for the wrappers of `te_fast.dispatch`.
 
 use std::ops::Range;
 
@@ -22,7 +22,7 @@ pub(crate) fn fp8_named(name: &str) -> PyResult<Fp8> {
     }
 }
 
-/// A contiguous view whose elements lie where they claim to.
+/// A contiguous view with aligned elements.
 pub(crate) fn contiguous<'a>(
     state: &State,
     tensor: &'a Bound<'_, PyAny>,
@@ -90,7 +90,7 @@ pub(crate) fn single_f32<'a>(
 
 type OptionalTensor<'a, 'py> = Option<&'a Bound<'py, PyAny>>;
 
-/// Refuses outputs that share memory with another tensor of the call: kernels read and write in an order of their own.
+/// Refuses outputs that share memory with another tensor of the call, since kernels read and write in any order.
 pub(crate) fn check_apart(
     state: &State,
     op: &'static str,

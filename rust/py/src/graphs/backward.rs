@@ -30,11 +30,9 @@ use crate::program::main_grad::check_main_grad;
 use crate::program::weight::{WaitingGrad, WaitingOperands, WaitingRows};
 use crate::torch::process::{State, state};
 
-/// A backward of a compiler's, which writes into tensors of the graph's.
-///
-/// `reads` are gradients of output and extra outputs, what forward left, the tensors that [`TracedCall`] names, quantised
-/// weights, scales; `writes` the gradients of input, parameters and extra inputs that are tensors of their own, histories,
-/// `main_grad`.
+/// A backward in compiled code, which writes into tensors of the graph. `reads` are the gradients of output and extra
+/// outputs, the buffer of forward, the tensors that [`TracedCall`] names, quantised weights, and scales. `writes` are
+/// the gradients of input, parameters and extra inputs that are separate tensors, histories, and `main_grad`.
 #[pyfunction]
 #[pyo3(signature = (reads, writes, program, call, /))]
 pub(crate) fn traced_backward<'py>(
@@ -54,7 +52,7 @@ pub(crate) fn traced_backward<'py>(
     if is_last { Operator::otherwise(py, Otherwise::AfterBackward, (reads.get_item(0)?,)) } else { Ok(()) }
 }
 
-/// Leaves to `backward_dw` that a backward on no rows has gradients of zeros.
+/// Notes for `backward_dw` that a backward on no rows has gradients of zeros.
 #[pyfunction]
 #[pyo3(signature = (program, call, /))]
 pub(crate) fn traced_defer_nothing(program: &Bound<'_, PyAny>, call: i64) -> PyResult<()> {
@@ -72,20 +70,20 @@ pub(crate) fn traced_defer_nothing(program: &Bound<'_, PyAny>, call: i64) -> PyR
     Ok(())
 }
 
-/// A backward under way.
+/// A running backward.
 #[derive(Default)]
 struct Run<'a, 'py> {
     launch: Launch<'a>,
     main_grads: SmallVec<[(usize, TensorView<'a>); 2]>,
-    /// For each linear op whose weight gradient waits, its number and what waits.
+    /// For each linear op with a delayed weight gradient, its number and the operands.
     waiting: SmallVec<[(usize, Bound<'py, PyAny>); 2]>,
     /// Weights that are quantised parameters, by linear op.
     given: SmallVec<[(usize, Layout<'a, 'py>); 2]>,
-    /// What forward left and the tensors of its own that backward reads, for those.
+    /// Forward's buffer and the call's tensors that backward reads, for delayed gradients.
     kept: SmallVec<[Operand<'a, 'py>; 4]>,
 }
 
-/// Whether it ran: not on no rows, and not on rows that its GEMMs lack.
+/// Returns whether it ran; Python runs calls on no rows, and with rows that must be padded.
 fn backward<'a, 'py>(
     state: &State,
     operator: &Operator<'py>,
@@ -108,7 +106,7 @@ fn backward<'a, 'py>(
     run.write(traced, rows, to)?;
     run.wait(state, traced, &sized, place)?;
     if traced.is_delayed() {
-        // Behind them `main_grad`, and the handle where gradients wait.
+        // After them `main_grad`, and the handle if gradients are delayed.
         let behind = traced.elsewhere.fused.len() + usize::from(!traced.elsewhere.deferred.is_empty());
         let histories = to.take_views(to.left().saturating_sub(behind))?;
         run.launch.slots = given_slots(handle, (&from.take_views(from.left())?, &histories), false)?;
@@ -126,7 +124,7 @@ fn backward<'a, 'py>(
 }
 
 impl<'a, 'py> Run<'a, 'py> {
-    /// Gradients, what forward left, and the tensors that it read.
+    /// Gradients, forward's buffer, and the tensors that it read.
     fn read(
         &mut self,
         traced: &TracedCall,
@@ -165,7 +163,7 @@ impl<'a, 'py> Run<'a, 'py> {
         Ok(())
     }
 
-    /// Gradients that are tensors of their own.
+    /// Gradients that are separate tensors.
     fn write(&mut self, traced: &TracedCall, rows: usize, to: &mut Operands<'a, 'py>) -> Result<(), Failure> {
         let key = &traced.key;
         let activation = DType::from(key.activation);
@@ -185,7 +183,7 @@ impl<'a, 'py> Run<'a, 'py> {
         Ok(())
     }
 
-    /// Memory for what waits for `backward_dw`: it outlives the call, and the compiler's memory does not.
+    /// Memory for the operands of `backward_dw`, which outlive the call; the compiler's memory does not.
     fn wait(&mut self, state: &State, traced: &TracedCall, sized: &SizedProgram, place: Place) -> Result<(), Failure> {
         if traced.elsewhere.deferred.is_empty() {
             return Ok(());
@@ -240,7 +238,7 @@ impl<'a, 'py> Run<'a, 'py> {
         Ok(())
     }
 
-    /// Leaves the weight gradients that wait to `backward_dw`, with copies of what they are computed from.
+    /// Leaves delayed weight gradients to `backward_dw`, with copies of their operands.
     fn put_off(
         self,
         handle: &Bound<'py, ProgramHandle>,

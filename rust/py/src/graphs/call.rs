@@ -1,5 +1,5 @@
-//! What a compiler decides once, where eager decides at every call: what wants a gradient, which region is in force, how
-//! weights are kept. Sizes of results follow from it and the number of rows, so that the compiler can plan its memory.
+//! The decisions of a call that a trace takes once and eager code takes in every call: needed gradients, region, use of
+//! weights. They and the number of rows give the sizes of results, so that the compiler can plan its memory.
 
 use std::fmt::Write;
 use std::sync::Arc;
@@ -22,28 +22,29 @@ use crate::program::handle::{ProgramHandle, PyProgram, Tuples};
 use crate::program::tensors::{Tensors, float, typed, typed_extras};
 use crate::torch::process::{State, state};
 
-/// Rows by which the size of what backward needs is counted: every buffer's bytes are whole steps of them.
+/// Rows of a step, in which the bytes for backward are counted; every buffer takes whole steps.
 const STEP: usize = 256;
 
-/// All that is to be known of a compiler's calls of a program, but for tensors and row counts.
+/// Description of compiled calls of a program, without tensors and row counts.
 #[pyclass(module = "te_fast._native", frozen)]
 pub(crate) struct TracedCall {
     pub(super) key: ProgramKey,
     /// The region of its forward; none in high precision.
     pub(super) region: Option<(Region, Option<Given>)>,
     pub(super) microbatch: Microbatch,
-    /// Whether the region of the call is one that the graph enters itself: then whether this is its first FP8 module.
+    /// For a region that the graph enters itself, whether this call is its first FP8 module; else none.
     pub(super) is_first: Option<bool>,
     pub(super) overwrites_main_grad: bool,
-    /// The scales that forward is given are the graph's copies, which its recomputation is given, too.
+    /// Whether forward gets the graph's copies of scales, which its recomputation gets, too.
     pub(super) keeps_scales: bool,
     /// Columns of output and extra outputs.
     pub(super) widths: Vec<usize>,
-    /// Bytes of what backward needs: for no rows, and for each step of rows.
+    /// Bytes for backward: for no rows, and for each step of rows.
     pub(super) saved: (usize, usize),
     /// Parameters that are quantised tensors, by number.
     pub(super) given: Vec<Option<GivenKind>>,
-    /// Of each linear op, bytes of the row and the column layout of its weight; nothing where the parameter itself is quantised.
+    /// For each linear op, bytes of the row and the column layout of its weight; none if the parameter itself is
+    /// quantised.
     pub(super) weights: Vec<(usize, usize)>,
     /// Of each linear op, the parameter that is its weight.
     pub(super) weight_params: Vec<usize>,
@@ -53,7 +54,7 @@ pub(crate) struct TracedCall {
     pub(super) extra_cols: Vec<usize>,
     pub(super) grad_dtypes: Vec<DType>,
     pub(super) param_shapes: Vec<SmallVec<[i64; 4]>>,
-    /// Where output, extra outputs, and the gradients of input and extra inputs are: in tensors of their own, or in others.
+    /// Places of output, extra outputs, and the gradients of input and extra inputs: new tensors, or other tensors.
     pub(super) outputs: Vec<Port>,
     pub(super) grad_input: Port,
     pub(super) grad_extras: Vec<Port>,
@@ -64,13 +65,13 @@ pub(crate) struct TracedCall {
 
 #[pymethods]
 impl TracedCall {
-    /// What tells calls apart, and the same in every process.
+    /// Text that identifies the call, equal in every process.
     #[getter]
     pub(super) fn text(&self) -> &str {
         &self.text
     }
 
-    /// Stands for the text in graphs.
+    /// The text's number in graphs.
     #[getter]
     fn number(&self) -> i64 {
         self.number
@@ -82,7 +83,7 @@ impl TracedCall {
         self.key.cols
     }
 
-    /// Where output and extra outputs are, as (kind, number); `("new", 0)` for a tensor of its own.
+    /// Places of output and extra outputs, as (kind, number); `("new", 0)` for a new tensor.
     #[getter]
     fn outputs(&self) -> Vec<Place> {
         let own = |index| if index == 0 { Port::Output } else { Port::ExtraOutput(index - 1) };
@@ -113,7 +114,7 @@ impl TracedCall {
         self.widths.clone()
     }
 
-    /// Bytes of what backward needs of no rows, of each step of rows, and the rows of a step.
+    /// Bytes for backward: for no rows, for each step of rows; and the rows of a step.
     #[getter]
     fn saved(&self) -> (usize, usize, usize) {
         (self.saved.0, self.saved.1, STEP)
@@ -153,7 +154,7 @@ impl TracedCall {
         (0..self.given.len()).filter(|&param| self.given[param].is_some()).collect()
     }
 
-    /// Whether quantised weights lie in memory that calls bring.
+    /// Whether quantised weights lie in memory that calls pass.
     #[getter]
     fn keeps_weights(&self) -> bool {
         self.memory_buffers() != 0 && !self.passes_weights()
@@ -165,7 +166,7 @@ impl TracedCall {
         self.reads.iter().map(|&port| place_of(port)).collect()
     }
 
-    /// Whether the gradient of the input is wanted.
+    /// Whether the gradient of the input is needed.
     #[getter]
     fn input_grad(&self) -> bool {
         self.key.input_grad
@@ -184,7 +185,7 @@ impl TracedCall {
         Ok(self.grad_dtypes.iter().map(|&dtype| state.torch.dtype(py, dtype).clone()).collect())
     }
 
-    /// Extra inputs whose gradient is wanted.
+    /// Extra inputs whose gradient is needed.
     #[getter]
     fn extra_grads(&self) -> Vec<bool> {
         self.key.extras.iter().map(|&(_, grad)| grad).collect()
@@ -202,24 +203,24 @@ impl TracedCall {
         self.elsewhere.fused.clone()
     }
 
-    /// Parameters whose gradients wait for `backward_dw`.
+    /// Parameters whose gradients are delayed until `backward_dw`.
     #[getter]
     fn deferred(&self) -> Vec<usize> {
         self.elsewhere.deferred.clone()
     }
 
-    /// Those of the latter that go into `main_grad` then.
+    /// Delayed gradients that `backward_dw` adds to `main_grad`.
     #[getter]
     fn fused_later(&self) -> Vec<usize> {
         self.elsewhere.fused_later.clone()
     }
 
-    /// Rows that a call of so many lacks.
+    /// Number of rows to append to a call.
     pub(super) fn missing_rows(&self, rows: usize) -> usize {
         self.region.as_ref().filter(|_| self.key.any_rows).map_or(0, |(region, _)| region.recipe.missing_rows(rows))
     }
 
-    /// `main_grad` is set and not added to.
+    /// Whether `main_grad` is overwritten instead of added to.
     #[getter]
     pub(super) fn overwrites_main_grad(&self) -> bool {
         self.microbatch == Microbatch::First || self.overwrites_main_grad
@@ -239,7 +240,7 @@ impl TracedCall {
         read.filter_map(|(&param, _)| self.given[param]).map(|kind| kind.columnwise).collect()
     }
 
-    /// Outputs that are tensors of their own, with the columns of each.
+    /// Outputs that are new tensors, with the columns of each.
     pub(super) fn new_outputs(&self) -> impl Iterator<Item = (Port, usize)> + '_ {
         let own = |index: usize| if index == 0 { Port::Output } else { Port::ExtraOutput(index as u16 - 1) };
         let all = self.outputs.iter().zip(&self.widths).enumerate();
@@ -253,7 +254,7 @@ impl TracedCall {
             .map(|(_, (&port, &cols))| (port, cols))
     }
 
-    /// Tensors that forward makes: memory of kept weights among them.
+    /// Number of tensors that forward makes, including memory of kept weights.
     pub(super) fn made(&self) -> usize {
         self.new_outputs().count() + usize::from(self.has_saved()) + self.memory_buffers()
     }
@@ -305,12 +306,12 @@ impl TracedCall {
         self.key.any_grad()
     }
 
-    /// Weights are quantised at every call, and their column layouts are results of it.
+    /// Whether weights are quantised in every call, with their column layouts as results.
     pub(super) fn passes_weights(&self) -> bool {
         self.any_grad() && self.microbatch == Microbatch::Unknown
     }
 
-    /// Whether Python runs a call on so many rows: there are none, or its GEMMs lack some.
+    /// Whether Python runs a call: if it has no rows, or rows must be padded for its GEMMs.
     pub(super) fn is_pythons(&self, state: &State, py: Python<'_>, rows: usize) -> PyResult<bool> {
         let pads = state.dispatcher(py)?.0.auto_pad;
         Ok(rows == 0 || (pads && self.missing_rows(rows) != 0))
@@ -321,7 +322,7 @@ impl TracedCall {
         self.weights.iter().map(|&(row, col)| usize::from(row != 0) + usize::from(col != 0)).sum()
     }
 
-    /// Whether forward leaves a buffer to backward.
+    /// Whether forward saves a buffer for backward.
     pub(super) fn has_saved(&self) -> bool {
         self.any_grad() && self.saved != (0, 0)
     }
@@ -363,7 +364,7 @@ fn place_of(port: Port) -> Place {
 /// A tensor that the call makes.
 const NEW: Place = ("new", 0);
 
-/// Each of these, of which `own` says where it is when it is nothing else's.
+/// The place of each of these; `own` gives the port of a separate tensor.
 fn places_of(ports: &[Port], own: impl Fn(u16) -> Port) -> Vec<Place> {
     let place = |(index, &port)| if port == own(index as u16) { NEW } else { place_of(port) };
     ports.iter().enumerate().map(place).collect()
@@ -391,13 +392,13 @@ impl Drop for Entered<'_> {
 }
 
 /// `is_first_microbatch`; whether this is the first FP8 module of a region that the graph enters itself, none for a region around
-/// the graph; whether `main_grad` is overwritten whatever the microbatch; whether the graph keeps the scales that forward is given.
+/// the graph; whether `main_grad` is overwritten for every microbatch; whether the graph keeps forward's scales.
 type How = (Option<bool>, Option<bool>, bool, bool);
 
 /// Describes calls of a program in the region in force: of inputs like `x` and `extras`, whose values do not matter.
 ///
-/// `wants` says what wants a gradient: input, parameters, extra inputs. `given` says of each parameter that is a
-/// quantised tensor its block, FP8 type, and whether it has a column layout.
+/// `wants` tells which of input, parameters and extra inputs need a gradient. `given` has the block, the FP8 type, and
+/// the presence of a column layout for each parameter that is a quantised tensor.
 #[pyfunction]
 #[pyo3(signature = (handle, x, extras, params, wants, how, given, /))]
 #[expect(clippy::needless_pass_by_value, reason = "what PyO3 calls with")]
@@ -500,14 +501,14 @@ fn key_of(
     Ok((key, region.enabled.then_some((region, given))))
 }
 
-/// Parameters whose gradients are no results of backward.
+/// Parameters whose gradients are not results of backward.
 #[derive(Debug, Default)]
 pub(super) struct Elsewhere {
     /// Those that go into `main_grad`.
     pub(super) fused: Vec<usize>,
     /// Those that wait for `backward_dw`.
     pub(super) deferred: Vec<usize>,
-    /// Those of the latter that go into `main_grad` then.
+    /// Delayed gradients that `backward_dw` adds to `main_grad`.
     pub(super) fused_later: Vec<usize>,
 }
 
@@ -538,7 +539,7 @@ pub(super) fn named_by(program: &Bound<'_, ProgramHandle>, failure: Failure) -> 
     failure.named(name.as_deref())
 }
 
-/// The compiled program of a key, sized for so many rows.
+/// The compiled program of a key, sized for a number of rows.
 pub(super) fn program_for(
     state: &State,
     handle: &Bound<'_, ProgramHandle>,

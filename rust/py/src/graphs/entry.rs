@@ -1,5 +1,5 @@
-//! An operator as Python code calls it: straight, where nobody watches, past torch's dispatcher, which converts every argument
-//! twice.
+//! Calls of an operator from Python. They bypass torch's dispatcher, which converts every argument twice, unless a
+//! mode, tracer or profiler is active.
 
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -39,7 +39,7 @@ type Arguments<'a, 'py> = (&'a Bound<'py, PyAny>, &'a Bound<'py, PyAny>, &'a Bou
 
 type Run<'py> = fn(&Bound<'py, PyList>, &Bound<'py, PyList>, &Bound<'py, PyAny>, i64) -> PyResult<()>;
 
-/// Runs an operator straight where nobody watches: plain tensors, outside of tracers, modes and profilers.
+/// Runs an operator directly for plain tensors, outside of tracers, modes and profilers.
 #[inline]
 fn call_operator<'py>(
     operator: &Bound<'py, PyAny>,
@@ -58,7 +58,7 @@ fn call_operator<'py>(
     dispatched(operator, (reads, writes, program, call))
 }
 
-/// The same as torch calls an operator.
+/// The same for calls by torch.
 #[cold]
 fn dispatched<'py>(
     operator: &Bound<'py, PyAny>,

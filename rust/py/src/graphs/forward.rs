@@ -26,10 +26,10 @@ use crate::program::handle::{ProgramHandle, PyProgram};
 use crate::program::tensors::Tensors;
 use crate::torch::process::{State, state};
 
-/// A forward of a compiler's, which writes into tensors of the graph's.
+/// A forward in compiled code, which writes into tensors of the graph.
 ///
-/// `reads` are input, extra inputs, parameters, scales; `writes` output and extra outputs that are tensors of their own, what
-/// backward needs, memory of the quantised weights, histories.
+/// `reads` are input, extra inputs, parameters, scales; `writes` are output and extra outputs that are separate
+/// tensors, the buffer for backward, memory of the quantised weights, and histories.
 #[pyfunction]
 #[pyo3(signature = (reads, writes, program, call, /))]
 pub(crate) fn traced_forward<'py>(
@@ -42,7 +42,7 @@ pub(crate) fn traced_forward<'py>(
     Operator::run(state, (reads, writes), (program, call), forward, Otherwise::Forward).map(drop)
 }
 
-/// Whether it ran: not on no rows, and not on rows that its GEMMs lack.
+/// Returns whether it ran; Python runs calls on no rows, and with rows that must be padded.
 fn forward<'a, 'py>(
     state: &State,
     operator: &Operator<'py>,
@@ -155,8 +155,8 @@ fn run(
     Ok(())
 }
 
-/// Before a call under delayed scaling: its slots are there, and the scales are those that it may use. Whether it repeats a
-/// forward, whose maxima are known, with that one's scales.
+/// Checks, before a call under delayed scaling, that it has slots and may use the scales. Returns whether it repeats a
+/// forward with that forward's scales, and so records no maxima.
 fn prepare_scales(state: &State, operator: &Operator<'_>, place: Place) -> Result<bool, Failure> {
     let (traced, handle, py) = (operator.call.get(), &operator.program, operator.program.py());
     let Some((region, _)) = &traced.region else { return Ok(false) };
@@ -171,7 +171,7 @@ fn prepare_scales(state: &State, operator: &Operator<'_>, place: Place) -> Resul
     }
     let is_repeated = state.torch.current_graph_task_id.bind(py).call0()?.extract::<i64>()? >= 0;
     note_first(state, handle, traced, is_repeated)?;
-    // What calls share, a weight in FP8, would be another call's.
+    // An FP8 weight that calls share would belong to another call.
     if is_repeated && traced.keeps_scales && traced.passes_weights() {
         return Ok(true);
     }
@@ -179,7 +179,7 @@ fn prepare_scales(state: &State, operator: &Operator<'_>, place: Place) -> Resul
     Ok(false)
 }
 
-/// A recomputation quantises with the scales that it is given. Once they have been updated, these are not its forward's.
+/// A recomputation quantises with the scales that it gets. After an update these are no longer its forward's scales.
 fn refuse_late_repetition(
     state: &State,
     handle: &Bound<'_, ProgramHandle>,

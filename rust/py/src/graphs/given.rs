@@ -1,7 +1,6 @@
-//! Parameters that are quantised tensors, in a compiler's call: each is two tensors, bytes and scales.
-//!
-//! Python takes them apart where torch dispatches an operator, so that a graph has inner tensors alone. Which layout backward
-//! reads is decided where the call is traced.
+//! Parameters that are quantised tensors, in a compiled call: each is two tensors, bytes and scales. Python takes them
+//! apart when torch dispatches an operator, so that a graph has only inner tensors. The trace decides which layout
+//! backward reads.
 
 use pyo3::prelude::*;
 use smallvec::SmallVec;
@@ -21,7 +20,7 @@ use crate::tensor::given::check_layout;
 use crate::tensor::value::QuantizedValue;
 use crate::torch::process::State;
 
-/// The parameters of a forward: what torch sees of each, as an operand where it has memory, and the quantised ones' row layout.
+/// The parameters of a forward: operands for plain ones, and the row layout of quantised ones.
 pub(super) struct Params<'a, 'py> {
     pub(super) views: SmallVec<[TensorView<'a>; 6]>,
     /// Of a quantised one, its bytes.
@@ -54,7 +53,7 @@ impl<'a, 'py> Params<'a, 'py> {
     }
 }
 
-/// What torch sees of a quantised parameter: shape and type, without memory.
+/// The view of a quantised parameter: shape and type, without memory.
 fn nominal<'a>(traced: &TracedCall, param: usize, device: Device) -> Result<TensorView<'a>, Failure> {
     let shape = &traced.param_shapes[param];
     let view = TensorView::new(DevPtr::null(), device, traced.key.params[param].0.into(), shape, None);
@@ -74,7 +73,7 @@ fn layout<'a>(
 /// A weight's layout that backward reads.
 pub(super) enum Layout<'a, 'py> {
     There(Quantized<'a>),
-    /// The column layout, made for this backward: the parameter has none that is valid.
+    /// The column layout, made for this backward, since the parameter has no valid one.
     Made(Bound<'py, PyAny>, Bound<'py, PyAny>),
 }
 

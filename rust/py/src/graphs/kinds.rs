@@ -1,4 +1,4 @@
-//! How parameters that are quantised tensors are quantised, as a trace has found them.
+//! The formats of quantised parameters, as noted by a trace.
 
 use te_fast_core::program::Program;
 use te_fast_core::recipe::definition::{Block, Recipe};
@@ -15,7 +15,7 @@ use crate::tensor::kind::block_numbered;
 pub(super) struct GivenKind {
     pub(super) block: Block,
     pub(super) fp8: Fp8,
-    /// Backward reads its column layout, which is there.
+    /// Whether backward reads its column layout, which exists.
     pub(super) columnwise: bool,
 }
 

@@ -1,4 +1,4 @@
-//! What the tensors of an operator's call are to its program, port by port.
+//! Binds the tensors of an operator's call to the ports of its program.
 
 use smallvec::SmallVec;
 use te_fast_core::base::pointer::DevPtr;
@@ -7,7 +7,7 @@ use te_fast_core::quant::value::{Quantized, WeightBuffer};
 
 use crate::graphs::slots::Given;
 
-/// What one call reads and writes.
+/// The tensors that one call reads and writes.
 #[derive(Default)]
 pub(super) struct Launch<'a> {
     ports: SmallVec<[(Port, DevPtr<'a>); 12]>,

@@ -1,5 +1,5 @@
-//! Programs as operators of a compiler's graph call them: tensors that are read, tensors that are written to, nothing kept that
-//! a graph should know of. Tensors are two-dimensional: rows of columns.
+//! Programs as operators of a compiled graph. An operator reads some tensors, writes others, and keeps no state that
+//! the graph should know. Tensors are two-dimensional: rows of columns.
 
 pub(crate) mod backward;
 pub(crate) mod call;

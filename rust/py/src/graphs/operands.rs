@@ -33,7 +33,7 @@ impl<'a, 'py> Operands<'a, 'py> {
         Self::read_as(state, objects, objects)
     }
 
-    /// The same of tensors of which some are read from copies.
+    /// The same for tensors, some of which are read from copies.
     pub(super) fn read_as(
         state: &State,
         objects: &'a [Bound<'py, PyAny>],
@@ -43,7 +43,7 @@ impl<'a, 'py> Operands<'a, 'py> {
         Ok(Self { objects, views: views.collect::<Result<_, Error>>()?, next: 0 })
     }
 
-    /// Copies of those that kernels cannot read; none where they can read all.
+    /// Copies of tensors that kernels cannot read; none if kernels can read all.
     #[inline]
     pub(super) fn copies(&self, state: &State) -> PyResult<Option<Objects<'py>>> {
         if self.views.iter().all(fits) {
@@ -54,7 +54,7 @@ impl<'a, 'py> Operands<'a, 'py> {
         self.objects.iter().map(readable).collect::<PyResult<_>>().map(Some)
     }
 
-    /// Refuses memory that kernels cannot write, of the first `count`.
+    /// Refuses memory that kernels cannot write, among the first `count` tensors.
     pub(super) fn check_written(&self, count: usize) -> Result<(), Error> {
         if self.views.iter().take(count).all(fits) {
             return Ok(());
@@ -63,17 +63,17 @@ impl<'a, 'py> Operands<'a, 'py> {
         Err(Error::state(OP, message))
     }
 
-    /// How many have not been taken.
+    /// Number of tensors that have not been taken.
     pub(super) fn left(&self) -> usize {
         self.views.len() - self.next
     }
 
-    /// Rows of the first.
+    /// Rows of the first tensor.
     pub(super) fn rows(&self) -> usize {
         self.views.first().map_or(0, TensorView::rows)
     }
 
-    /// The next ones, which are not taken.
+    /// The next tensors, without taking them.
     pub(super) fn peek(&self, count: usize) -> Result<SmallVec<[Operand<'a, 'py>; 4]>, Error> {
         let mut ahead = Self { objects: self.objects, views: self.views.clone(), next: self.next };
         (0..count).map(|_| ahead.take()).collect()
@@ -87,7 +87,7 @@ impl<'a, 'py> Operands<'a, 'py> {
         Ok(Operand { object, view: self.views[self.next - 1] })
     }
 
-    /// The next, of at least so many elements of a type, which the device has.
+    /// Takes the next tensor, with at least a number of elements of a type, on the device.
     #[inline]
     pub(super) fn take_sized(&mut self, elements: usize, dtype: DType, device: Device) -> Result<DevPtr<'a>, Error> {
         let Operand { view, .. } = self.take()?;

@@ -1,4 +1,4 @@
-//! What an operator's call names: a program, by the address of its handle, and the description of the call, by its number.
+//! Finds the program of an operator's call by the address of its handle, and the description of the call by its number.
 
 use std::collections::HashMap;
 
@@ -21,7 +21,7 @@ use crate::torch::reader::view_of;
 #[derive(Debug)]
 struct Registered {
     program: Py<PyWeakrefReference>,
-    /// What makes the scales of its linear ops.
+    /// The object that makes the scales of its linear ops.
     owner: Py<PyWeakrefReference>,
 }
 
@@ -30,28 +30,28 @@ struct Registered {
 #[derive(Debug, Default)]
 pub(super) struct Registry {
     by_address: HashMap<usize, Registered>,
-    /// Addresses of handles by the numbers in them: a compiler may hand over a copy of one.
+    /// Addresses of handles by the numbers in them, since a compiler may pass a copy of a handle.
     by_number: HashMap<i64, usize>,
     calls: HashMap<i64, Py<TracedCall>>,
     /// Python's half: forward, backward and the update behind backward, for calls off the straight path.
     otherwise: Option<[Py<PyAny>; 3]>,
 }
 
-/// What an operator is to run.
+/// The operator to run.
 pub(super) struct Operator<'py> {
     pub(super) program: Bound<'py, ProgramHandle>,
     pub(super) owner: Bound<'py, PyAny>,
     pub(super) call: Bound<'py, TracedCall>,
 }
 
-/// What Python does in the place of the native side.
+/// Work that Python does for the native side.
 #[derive(Clone, Copy)]
 pub(super) enum Otherwise {
-    /// A forward on no rows, or on rows that its GEMMs lack.
+    /// A forward on no rows, or with rows that must be padded.
     Forward,
-    /// The same of a backward.
+    /// The same for a backward.
     Backward,
-    /// The gradients' scales are due when the backward under way has ended.
+    /// The gradients' scales are due at the end of the current backward.
     AfterBackward,
 }
 
@@ -60,7 +60,7 @@ fn registry(py: Python<'_>) -> PyResult<&Bound<'_, Registry>> {
     Ok(REGISTRY.get_or_try_init(py, || Py::new(py, Registry::default()))?.bind(py))
 }
 
-/// Tells of Python's half of the operators; once.
+/// Sets Python's half of the operators; once.
 #[pyfunction]
 #[pyo3(signature = (forward, backward, after_backward, /))]
 pub(crate) fn traced_install(
@@ -73,7 +73,7 @@ pub(crate) fn traced_install(
     Ok(())
 }
 
-/// Has operators find a program by its handle, a tensor of one number.
+/// Registers a program by its handle, a tensor of one number.
 #[pyfunction]
 #[pyo3(signature = (handle, number, program, owner, /))]
 pub(crate) fn traced_register(
@@ -96,7 +96,7 @@ pub(crate) fn traced_register(
     Ok(())
 }
 
-/// Has operators find the description of a call by its number; the one that is known where there is one.
+/// Registers the description of a call by its number, or returns the registered one.
 #[pyfunction]
 #[pyo3(signature = (call, /))]
 pub(crate) fn traced_describe<'py>(call: &Bound<'py, TracedCall>) -> PyResult<Bound<'py, TracedCall>> {
@@ -110,7 +110,7 @@ pub(crate) fn traced_describe<'py>(call: &Bound<'py, TracedCall>) -> PyResult<Bo
     Ok(known)
 }
 
-/// Of each weight that is a quantised parameter and that the backward of a call reads in FP8, whether it reads the column layout.
+/// For each quantised parameter that the backward of a call reads in FP8, whether it reads the column layout.
 #[pyfunction]
 #[pyo3(signature = (call, /))]
 pub(crate) fn traced_columns(py: Python<'_>, call: i64) -> PyResult<Vec<bool>> {
@@ -118,12 +118,12 @@ pub(crate) fn traced_columns(py: Python<'_>, call: i64) -> PyResult<Vec<bool>> {
     Ok(registry.calls.get(&call).map_or_else(Vec::new, |call| call.get().given_columns()))
 }
 
-/// What an operator does with the tensors that it reads and writes: whether it ran.
+/// An operator's body on the tensors that it reads and writes; returns whether it ran.
 pub(super) type Body<'py> =
     for<'a> fn(&State, &Operator<'py>, &mut Operands<'a, 'py>, &mut Operands<'a, 'py>) -> Result<bool, Failure>;
 
 impl<'py> Operator<'py> {
-    /// Runs an operator's body, or Python in its place. Lists are torch's own of this call.
+    /// Runs an operator's body, or Python instead. torch made the lists for this call.
     #[inline]
     pub(super) fn run(
         state: &State,
@@ -176,7 +176,7 @@ impl<'py> Operator<'py> {
         }
     }
 
-    /// Has Python run the call, or what follows it.
+    /// Lets Python run the call, or the work after it.
     #[cold]
     pub(super) fn otherwise<A>(py: Python<'py>, what: Otherwise, arguments: A) -> PyResult<()>
     where
@@ -189,7 +189,7 @@ impl<'py> Operator<'py> {
 }
 
 impl Registry {
-    /// The program of a handle that was copied, where the number in it can be read.
+    /// The program of a copied handle, if the number in it can be read.
     #[cold]
     fn copied(&self, state: &State, handle: &Bound<'_, PyAny>) -> Option<&Registered> {
         let view = view_of(&state.reader, handle, "a handle").ok()?;

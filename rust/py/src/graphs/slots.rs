@@ -1,4 +1,4 @@
-//! Scales of delayed scaling that a graph brings: an operator reads and writes them where the graph has them.
+//! Scales of delayed scaling in a graph's tensors, which operators read and write.
 
 use pyo3::prelude::*;
 use smallvec::SmallVec;
@@ -18,7 +18,7 @@ use crate::program::weight::OpSlots;
 use crate::torch::process::{State, state};
 use crate::torch::reader::view_of;
 
-/// The slots of one linear op, and where the call has them.
+/// The slots of one linear op, and their addresses in the call.
 pub(super) struct Given<'a> {
     pub(super) owner: OpSlots,
     pub(super) slots: LinearSlots<'a>,
@@ -34,7 +34,7 @@ impl Given<'_> {
     }
 }
 
-/// Those of each linear op; ops of one layer share a scale and a history.
+/// The slots of each linear op; ops of one layer share a tensor of scales and a history.
 pub(super) fn given_slots<'a>(
     handle: &Bound<'_, ProgramHandle>,
     (scales, histories): (&Views<'a>, &Views<'a>),
@@ -60,14 +60,14 @@ pub(super) fn given_slots<'a>(
     Ok(list)
 }
 
-/// Notes at a forward whether it is that of its region's first FP8 module, whose backward updates the scales.
+/// Notes whether a forward belongs to its region's first FP8 module, whose backward updates the scales.
 pub(super) fn note_first(
     state: &State,
     program: &Bound<'_, ProgramHandle>,
     traced: &TracedCall,
     is_repeated: bool,
 ) -> PyResult<()> {
-    // Of a region that the graph enters, the call says so.
+    // For a region that the graph enters, the call has this information.
     if !traced.any_grad() || is_repeated || traced.is_first.is_some() {
         return Ok(());
     }
@@ -84,7 +84,7 @@ pub(super) fn note_first(
     Ok(())
 }
 
-/// Updates scales that a graph brings, all of one recipe, from their histories: the end of a region inside of a graph.
+/// Updates a graph's scales, all of one recipe, from their histories, at the end of a region inside of a graph.
 #[pyfunction]
 #[pyo3(signature = (histories, scales, recipe, /))]
 #[expect(clippy::needless_pass_by_value, reason = "what PyO3 calls with")]

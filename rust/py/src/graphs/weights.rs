@@ -1,5 +1,5 @@
-//! Quantised weights of a compiler's call: they lie in memory that the call brings. What a training step quantises is handed
-//! to backward by the graph; without gradients, and between microbatches, a later call finds it there.
+//! Quantised weights of a compiled call, in memory that the call passes. The graph passes the weights of a training
+//! step to backward. Without gradients, and between microbatches, later calls find the weights in this memory.
 
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -22,11 +22,11 @@ use crate::program::weight_memory::is_gone;
 use crate::torch::process::State;
 use crate::torch::reader::view_of;
 
-/// What a forward does about a quantised weight.
+/// A forward's handling of a quantised weight.
 pub(super) struct GivenWeight {
-    /// It is quantised now, of this parameter.
+    /// The parameter to quantise now.
     pub(super) fresh: Option<usize>,
-    /// What is to be known of it, where calls share the memory.
+    /// The record of the weight, if calls share the memory.
     record: Option<WeightRecord>,
 }
 
@@ -50,7 +50,7 @@ pub(super) fn buffers<'a>(
     Ok(list)
 }
 
-/// Those of a forward. `objects` are the parameters and the memory.
+/// The weights of a forward. `objects` are the parameters and the memory.
 pub(super) fn quantized(
     state: &State,
     (handle, traced, region): (&Bound<'_, ProgramHandle>, &TracedCall, &Region),
@@ -141,7 +141,7 @@ fn serves(
     Ok(true)
 }
 
-/// Remembers what was quantised into memory that calls share, after a launch that has not failed.
+/// Notes the weights in shared memory after a successful launch.
 pub(super) fn note_kept(
     state: &State,
     handle: &Bound<'_, ProgramHandle>,

@@ -1,4 +1,5 @@
-//! Calls of `Linear`, `LayerNormLinear` and `LayerNormMLP`: the straight path, and the question whether a call is for it.
+//! Calls of `Linear`, `LayerNormLinear` and `LayerNormMLP`: the straight path, and the check whether a call can take
+//! it.
 
 use pyo3::exceptions::{PyAttributeError, PyRuntimeError, PyTypeError};
 use pyo3::intern;
@@ -19,8 +20,8 @@ use crate::tensor::given::given;
 use crate::torch::process::{State, state};
 use crate::torch::reader::instance_dict;
 
-/// `layer(x)`: as `nn.Module.__call__`, without its cost where no hook and no override asks for it. Other keywords are
-/// those of a `forward` in the place of the layer's.
+/// `layer(x)`: equivalent to `nn.Module.__call__`, without its cost if there is no hook and no override. Other keywords
+/// belong to a `forward` that replaces the layer's.
 #[pyfunction]
 #[pyo3(signature = (module, inp=Argument(None), is_first_microbatch=None, fp8_output=None, fp8_grad=None, **others))]
 pub(crate) fn layer_call<'py>(
@@ -60,8 +61,8 @@ pub(crate) fn layer_forward<'py>(
     forward(&PlainCall { state, attributes, is_plain, is_first_microbatch, in_fp8 }, module, inp)
 }
 
-/// The `forward` of a layer of experts, whose rows `splits` counts on the input's device; None where the call is for the
-/// layer's general way.
+/// The `forward` of a layer of experts, whose rows `splits` counts on the input's device; None if the call must take
+/// the layer's general path.
 #[pyfunction]
 #[pyo3(signature = (module, inp, splits, is_first_microbatch=None, buffers=None, /))]
 pub(crate) fn grouped_layer_forward<'py>(
@@ -88,7 +89,7 @@ pub(crate) fn grouped_layer_forward<'py>(
     })
 }
 
-/// Runs the layer's program, or `_forward_general` where the call is not for it.
+/// Runs the layer's program, or `_forward_general` if the call cannot take the straight path.
 #[inline]
 fn forward<'py>(
     call: &PlainCall<'_, 'py>,
@@ -115,13 +116,13 @@ fn forward<'py>(
         module.call_method(intern!(py, "_forward_general"), arguments, Some(&keywords))
     };
     if program.try_borrow()?.outside_fp8 == OutsideFp8::Program {
-        // Its general way runs programs, which repeat the region themselves.
+        // The general path runs programs, which repeat the region themselves.
         return in_region_of_last_forward(state, program, straight)?.map_or_else(general, Ok);
     }
     in_region_of_last_forward(state, program, || straight()?.map_or_else(general, Ok))
 }
 
-/// A call that needs nothing of Python; none where it does, or where the layer is to say what does not fit.
+/// A call that needs no Python; none if it does, or if the layer must report a mismatch.
 #[inline]
 fn straight<'py>(
     state: &State,
@@ -147,7 +148,7 @@ fn straight<'py>(
     let (joined, params) = if has_parts {
         let Some((joined, params)) = Joined::of(state, program)? else { return Ok(None) };
         if !region.enabled && params.iter().any(|param| given(state, param).is_some()) {
-            return Ok(None); // the layer says what that costs
+            return Ok(None); // the layer warns about the cost
         }
         (Some(joined), params)
     } else {
@@ -177,14 +178,13 @@ fn straight<'py>(
     with_bias(program, y).map(Some)
 }
 
-/// Whether a call has no rows, or fewer than its GEMMs take: for those, parts are joined by autograd.
+/// Whether a call has no rows, or must be padded for its GEMMs; autograd then joins the parts.
 fn lacks_rows(state: &State, tensors: &Tensors<'_>, py: Python<'_>) -> PyResult<bool> {
     Ok(tensors.x.numel() == 0 || state.dispatcher(py)?.0.rows_to_pad(tensors.x.rows()) != 0)
 }
 
-/// torch's own; none where the layer is to say what does not fit, and for a strided input, whose gradients torch rounds
-/// otherwise than those of a contiguous one, and for parts that want gradients. Saved-tensor hooks end a recomputation by
-/// another exception.
+/// torch's own linear function; none if the layer must report a mismatch, for a strided input, whose gradients torch
+/// rounds differently, and for parts that need gradients. Saved-tensor hooks end a recomputation by another exception.
 fn torch_linear<'py>(
     state: &State,
     input: &Bound<'py, PyAny>,
@@ -207,7 +207,7 @@ fn torch_linear<'py>(
     }
 }
 
-/// The result with the bias beside it, where the layer returns that: `(y, bias, *others)`.
+/// The result and the bias, if the layer returns it: `(y, bias, *others)`.
 #[inline]
 fn with_bias<'py>(program: &Bound<'py, ProgramHandle>, out: Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
     let py = program.py();

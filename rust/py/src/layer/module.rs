@@ -1,4 +1,4 @@
-//! `nn.Module.__call__` without its cost, where no hook and no override asks for it.
+//! `nn.Module.__call__` without its cost, if there is no hook and no override.
 
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -9,7 +9,7 @@ use crate::tensor::given::given;
 use crate::torch::process::{State, TensorKind, state};
 use crate::torch::reader::instance_dict;
 
-/// An argument that may be left out, which is not the same as None.
+/// An argument that may be missing, as distinct from None.
 pub(crate) struct Argument<'py>(pub(crate) Option<Bound<'py, PyAny>>);
 
 impl<'py> FromPyObject<'_, 'py> for Argument<'py> {
@@ -20,12 +20,12 @@ impl<'py> FromPyObject<'_, 'py> for Argument<'py> {
     }
 }
 
-/// What a call of a layer asks for, where that is no more than its `forward` on a tensor.
+/// The arguments of a plain call of a layer: its `forward` on one tensor.
 pub(crate) struct PlainCall<'a, 'py> {
     pub(crate) state: &'a State,
     /// `module.__dict__`.
     pub(crate) attributes: &'a Bound<'py, PyDict>,
-    /// `inp` is of torch's own class, or quantised, so that the native side may read it.
+    /// Whether the native side may read `inp`: a tensor of torch's own class, or a quantised one.
     pub(crate) is_plain: bool,
     pub(crate) is_first_microbatch: Option<bool>,
     pub(crate) in_fp8: InFp8,
@@ -37,7 +37,7 @@ pub(crate) fn is_native(state: &State, inp: &Bound<'_, PyAny>) -> bool {
     state.torch.is_plain(inp) || given(state, inp).is_some()
 }
 
-/// The call of a layer with `Linear`'s arguments: `forward` is for those that ask for no more than that.
+/// The call of a layer with `Linear`'s arguments; `forward` handles plain calls.
 #[inline]
 pub(crate) fn module_call<'py>(
     module: &Bound<'py, PyAny>,
@@ -87,8 +87,8 @@ fn slow_call<'py>(
     state.torch.call_module(&PyTuple::new(py, arguments.collect::<Vec<_>>())?, &keywords)
 }
 
-/// No hook of the module or of all modules, no compiled call, no `forward` of the instance's own or of another class
-/// than the one whose native call this is: of a mixin, a subclass, or put in its place.
+/// Whether the call is plain: no hook of the module or of all modules, no compiled call, and no other `forward` than
+/// that of the class with this native call (of the instance, a mixin or a subclass).
 #[inline]
 pub(crate) fn can_skip_module_call(
     module: &Bound<'_, PyAny>,

@@ -1,15 +1,15 @@
-//! What a call asks for beside its tensors.
+//! Options of a call beside its tensors.
 
 use te_fast_core::quant::weight::Microbatch;
 
-/// What a call is to hand out in FP8, inside of a region: Transformer Engine's `fp8_output` and `fp8_grad`.
+/// The quantised results that a call requests inside of a region: Transformer Engine's `fp8_output` and `fp8_grad`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct InFp8 {
     pub(crate) output: bool,
     pub(crate) grad: bool,
 }
 
-/// What a call asks for, as one argument of the autograd function.
+/// The options of a call, as one argument of the autograd function.
 pub(crate) struct Asked {
     pub(crate) microbatch: Microbatch,
     pub(crate) in_fp8: InFp8,

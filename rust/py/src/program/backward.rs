@@ -35,7 +35,7 @@ use crate::torch::reader::view_of;
 
 const OP: &str = "ops";
 
-/// What a backward needs of its forward, beside the saved tensors.
+/// Data of a forward that its backward needs, beside the saved tensors.
 #[pyclass(module = "te_fast._native", frozen)]
 #[derive(Debug)]
 pub(crate) struct ProgramSaved {
@@ -43,21 +43,21 @@ pub(crate) struct ProgramSaved {
     pub(crate) compiled: Arc<PyProgram>,
     pub(crate) sized: Arc<SizedProgram>,
     pub(crate) shapes: Arc<Shapes>,
-    /// Given up by the backward that is the graph's last.
+    /// Taken by the graph's last backward.
     pub(crate) weights: Mutex<CallWeights>,
     /// Shapes of the extra inputs.
     pub(crate) extra_shapes: SmallVec<[SmallVec<[i64; 4]>; 2]>,
     /// The parameters, for their `main_grad` and to see whether they were changed since.
     pub(crate) params: SmallVec<[Py<PyAny>; 6]>,
-    /// The parts that parameters were joined of.
+    /// The parts of joined parameters.
     pub(crate) joined: Option<Py<Joined>>,
-    /// Memory of the caller's.
+    /// Memory that the caller has passed.
     pub(crate) buffers: Option<Py<Buffers>>,
     /// `is_first_microbatch=True`: `main_grad` is overwritten.
     pub(crate) overwrite_main_grad: bool,
-    /// An input that came in FP8, as it was.
+    /// A quantised input.
     pub(crate) stamp: Option<Stamp>,
-    /// The owner's quantizer makes a gradient in FP8.
+    /// The object whose quantizer makes a gradient in FP8.
     pub(crate) owner: Py<PyAny>,
     /// This chain was the first FP8 module of its region: its backward is the last, and updates the scales.
     pub(crate) updates_backward_scales: bool,
@@ -74,7 +74,7 @@ impl ProgramSaved {
         self.params.iter().try_for_each(|param| visit.call(param))
     }
 
-    /// Whether the FP8 weights that backward reads are there still.
+    /// Whether the FP8 weights that backward reads still exist.
     #[getter]
     fn holds_weights(&self) -> bool {
         !self.weights.lock().unwrap_or_else(PoisonError::into_inner).is_empty()
@@ -93,7 +93,7 @@ impl ProgramSaved {
         self.handle.bind(py).try_borrow().ok().map(|handle| handle.name.clone())
     }
 
-    /// torch's rule for what backward reads, of an input that came in FP8: it must be what forward read.
+    /// torch's rule for saved tensors, applied to a quantised input: it must not have changed since forward.
     fn check_input(&self) -> Result<(), Failure> {
         let reads = |port: &Port| matches!(port, Port::Input | Port::Beside(Outer::Input, _));
         let is_read = self.compiled.program.reads().iter().any(reads);
@@ -104,8 +104,8 @@ impl ProgramSaved {
         Ok(())
     }
 
-    /// The quantised weights of the forward. The backward that is the graph's last takes them along: they are freed with
-    /// it, before the optimizer steps, though the graph's nodes live on where somebody holds an output.
+    /// The quantised weights of the forward. The graph's last backward takes and frees them, before the optimizer
+    /// steps, although the graph's nodes may live on with an output.
     fn weights(&self, state: &State, py: Python<'_>) -> Result<CallWeights, Failure> {
         let retains = match &state.torch.retains_graph {
             Some(retains) => retains.bind(py).call0()?.is_truthy()?,
@@ -130,14 +130,14 @@ impl ProgramSaved {
     }
 }
 
-/// Where a parameter's gradient goes.
+/// The destination of a parameter's gradient.
 enum ParamGrad<'py> {
     None,
     New(Bound<'py, PyAny>),
     Main(MainGrad<'py>),
-    /// The `main_grad`s of the parts of a stack, which lie as one.
+    /// The adjacent `main_grad`s of the parts of a stack, as one.
     Parts(MainGrad<'py>),
-    /// What is added to the `main_grad`s of the parts of a stack, which lie apart: in their type, so that it is rounded once.
+    /// A stack in the type of its parts' separate `main_grad`s, which is added to them, so that it is rounded once.
     Apart(MainGrad<'py>),
     /// The gradient of a linear op's output, for later.
     Waiting(Bound<'py, PyAny>),
@@ -170,7 +170,7 @@ pub(crate) fn program_backward<'py>(
     }
     let kept = ctx.getattr(intern!(py, "te_saved"))?.cast_into::<ProgramSaved>()?;
     let kept = kept.get();
-    // Before torch, which would speak of bytes and not of the input.
+    // Check this before torch does, whose message would name bytes instead of the input.
     kept.check_input().map_err(|failure| failure.named(kept.name(py).as_deref()))?;
     let tensors = ctx.getattr(intern!(py, "saved_tensors"))?.cast_into::<PyTuple>()?;
     let grads = run(state, kept, &tensors, &grads.iter().collect::<Objects<'_>>(), Vec::new())?;
@@ -193,7 +193,7 @@ pub(crate) fn program_backward<'py>(
     Ok(PyTuple::new(py, all)?.into_any())
 }
 
-/// Runs a backward and, where this node is the region's last, the update of the backward scales.
+/// Runs a backward and, if this node is the region's last, the update of the backward scales.
 pub(crate) fn run<'py>(
     state: &State,
     kept: &ProgramSaved,
@@ -218,24 +218,24 @@ pub(crate) fn run<'py>(
     Ok(gradients)
 }
 
-/// A program, and the same for so many rows.
+/// A program, and its form for a number of rows.
 type Compiled = (Arc<PyProgram>, Arc<SizedProgram>);
 
 struct BackwardCall<'a, 'py> {
     state: &'a State,
     kept: &'a ProgramSaved,
-    /// The forward's program, or its like for a gradient in FP8.
+    /// The forward's program, or the matching program for a gradient in FP8.
     compiled: Arc<PyProgram>,
     sized: Arc<SizedProgram>,
     tensors: &'a Bound<'py, PyTuple>,
     weights: CallWeights,
-    /// The gradient of the output, where it comes in FP8 and the GEMMs read it so.
+    /// The quantised gradient of the output, if the GEMMs read it.
     handed: Option<HandedValue>,
-    /// Chunks in which rows of the gradient come.
+    /// Chunks in which rows of the gradient arrive.
     pieces: Vec<Pieces>,
 }
 
-/// The call's own tensors as backward reads them, by place.
+/// The call's own tensors that backward reads, by place.
 pub(crate) struct Read<'py> {
     pub(crate) saved: Option<Bound<'py, PyAny>>,
     tensors: SmallVec<[(Port, Bound<'py, PyAny>); 4]>,
@@ -250,7 +250,7 @@ impl<'py> Read<'py> {
     ) -> Result<Self, Failure> {
         let device = program.key().device;
         let read = |tensor: Bound<'py, PyAny>, extent| {
-            // What forward read of a quantised parameter, which it saved as it is.
+            // The view of a quantised parameter, which forward has saved as it is.
             let tensor = match given(state, &tensor) {
                 Some(value) => dequantized(&tensor, &value)?,
                 None => tensor,
@@ -267,7 +267,7 @@ impl<'py> Read<'py> {
         Ok(Self { saved, tensors })
     }
 
-    /// Sets every address that is there.
+    /// Sets all addresses.
     pub(crate) fn bind<'a>(&'a self, state: &State, call: &mut Bindings<'_, 'a>) -> te_fast_core::Result<()> {
         call.set(Port::Saved, state.pointer(self.saved.as_ref())?);
         for (port, tensor) in &self.tensors {
@@ -328,7 +328,7 @@ impl<'py> BackwardCall<'_, 'py> {
         })
     }
 
-    /// Memory for the gradient of the input, where the program has one of its own.
+    /// Memory for the gradient of the input, if it is a separate tensor.
     fn grad_input(&self, py: Python<'py>, program: &Program) -> Result<Option<Output<'py>>, Failure> {
         let (state, kept, key) = (self.state, self.kept, program.key());
         let activation = DType::from(key.activation);
@@ -350,7 +350,7 @@ impl<'py> BackwardCall<'_, 'py> {
         })
     }
 
-    /// A gradient as kernels read it; one in FP8 as it is where the GEMMs read it so, else dequantised.
+    /// A gradient in a form that kernels read: quantised if the GEMMs read FP8, else dequantised.
     fn read_grad(&mut self, index: usize, grad: &Bound<'py, PyAny>) -> Result<Bound<'py, PyAny>, Failure> {
         let state = self.state;
         let rows = self.sized.rows();
@@ -376,7 +376,7 @@ impl<'py> BackwardCall<'_, 'py> {
         Ok(dense)
     }
 
-    /// Has the backward run that reads a gradient in FP8: of the same chain, behind the same forward.
+    /// Chooses the backward that reads a gradient in FP8, of the same chain and for the same forward.
     fn take_grad(&mut self, py: Python<'py>, handed: HandedValue) -> Result<(), Failure> {
         let own = &self.kept.compiled;
         let mut key = own.program.key().clone();
@@ -398,7 +398,7 @@ impl<'py> BackwardCall<'_, 'py> {
         Ok(Some((Arc::clone(kept.compiled()), sized)))
     }
 
-    /// The program of a key that it does not keep.
+    /// Compiles the program of a new key.
     #[cold]
     fn compiled_for(&self, py: Python<'py>, key: ProgramKey) -> Result<Compiled, Failure> {
         let (state, own, handle) = (self.state, &self.kept.compiled, self.kept.handle.bind(py));
@@ -417,8 +417,8 @@ impl<'py> BackwardCall<'_, 'py> {
         Ok((made, sized?))
     }
 
-    /// torch's rule for what backward reads: it must be what forward read. The quantised weight may have been made
-    /// anew in the same memory since, from other values.
+    /// torch's rule for saved tensors: the weight must not have changed since forward. The FP8 weight in the same
+    /// memory may have been made from other values since.
     fn check_weights(&self, py: Python<'py>) -> Result<(), Failure> {
         if let Some(joined) = &self.kept.joined {
             return self.check_parts(py, joined.get());
@@ -449,7 +449,7 @@ impl<'py> BackwardCall<'_, 'py> {
         Ok(())
     }
 
-    /// The same of weights that are joined of parts, whose versions torch does not compare.
+    /// The same for weights of parts, whose versions torch does not compare.
     fn check_parts(&self, py: Python<'py>, joined: &Joined) -> Result<(), Failure> {
         let program = &self.kept.compiled.program;
         let reads = self.weights.iter().enumerate().any(|(linear, weight)| match weight.quantized {
@@ -537,7 +537,7 @@ impl<'py> BackwardCall<'_, 'py> {
         Ok(fuses.then(|| parts.iter().map(|part| part.bind(py).clone()).collect()))
     }
 
-    /// Memory for the gradient of parts in the type of their `main_grad`s, where that is another one than the weight's.
+    /// Memory for the gradient of parts in the type of their `main_grad`s, if it differs from the weight's type.
     fn grad_of_parts(
         &self,
         place: Place,
@@ -616,7 +616,7 @@ impl<'py> BackwardCall<'_, 'py> {
         Ok(())
     }
 
-    /// What backward reads of weights that are quantised parameters.
+    /// The layouts of quantised parameters that backward reads.
     fn given_weights(&self, py: Python<'py>, place: Place) -> Result<SmallVec<[Option<GivenWeight<'py>>; 2]>, Failure> {
         let (state, program) = (self.state, &self.kept.compiled.program);
         let mut list = SmallVec::new();
@@ -642,7 +642,7 @@ impl<'py> BackwardCall<'_, 'py> {
         (0..self.weights.len()).find(|&linear| self.kept.compiled.program.linear_param(linear) == param)
     }
 
-    /// Where the gradients of the parameters go.
+    /// The destinations of the parameters' gradients.
     fn set_param_grads<'a>(&self, call: &mut Bindings<'_, 'a>, targets: &'a [ParamGrad<'py>]) -> Result<(), Failure> {
         for (param, target) in targets.iter().enumerate() {
             let port = Port::GradParam(param as u16);
@@ -660,7 +660,7 @@ impl<'py> BackwardCall<'_, 'py> {
         Ok(())
     }
 
-    /// The products of those that go into buffers of the caller's.
+    /// The products of gradients that go into the caller's buffers.
     fn set_main_grads(
         &self,
         call: &mut Bindings<'_, '_>,
@@ -681,7 +681,7 @@ impl<'py> BackwardCall<'_, 'py> {
         Ok(())
     }
 
-    /// What autograd is given for the parameters.
+    /// Autograd's gradients of the parameters.
     fn finish(&self, py: Python<'py>, targets: ParamGrads<'py>) -> Result<Optional<'py>, Failure> {
         let kept = self.kept;
         let mut list = Optional::new();

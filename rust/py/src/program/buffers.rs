@@ -1,9 +1,9 @@
-//! Memory of the caller's for the result of a call and for the gradient of its input.
+//! Memory from the caller for the result of a call and for the gradient of its input.
 
 use pyo3::prelude::*;
 use pyo3::{PyTraverseError, PyVisit};
 
-/// Tensors of the caller's, in the type and on the device of the call's: contiguous, of as many elements as what goes there.
+/// The caller's tensors: contiguous, with the type, device and number of elements of the results.
 #[pyclass(module = "te_fast._native", frozen)]
 #[derive(Debug)]
 pub(crate) struct Buffers {

@@ -1,4 +1,4 @@
-//! Checks of a program's tensors at every call: a compiled program is found by types, and takes sizes for granted.
+//! Checks of a program's tensors in every call: a compiled program is found by types, and relies on sizes.
 
 use pyo3::prelude::*;
 use te_fast_core::Error;
@@ -53,7 +53,8 @@ pub(crate) fn check(
     Ok(())
 }
 
-/// Refuses a gradient of the output, or of extra output `index - 1`, that a Python op made otherwise than its tensor.
+/// Refuses a gradient of the output, or of extra output `index - 1`, that a Python op made with another shape or type
+/// than its tensor.
 pub(crate) fn check_grad(program: &Program, rows: usize, index: usize, grad: &TensorView<'_>) -> Result<(), Error> {
     let key = program.key();
     let (dtype, device) = (DType::from(key.activation), key.device);

@@ -1,4 +1,4 @@
-//! Weight gradients that were put off until `backward_dw`, and those of products that torch computed.
+//! Weight gradients that are delayed until `backward_dw`, and those of products that torch computed.
 
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -18,7 +18,7 @@ use crate::torch::reader::view_of;
 
 const OP: &str = "ops";
 
-/// Runs the oldest weight gradient that was put off and gives it to `weight`; returns the new tensor, or None when
+/// Computes the oldest delayed weight gradient for `weight`; returns the new tensor, or None when
 /// it went into `main_grad`.
 #[pyfunction]
 #[pyo3(signature = (handle, weight, fuse_wgrad_accumulation, /))]
@@ -78,7 +78,7 @@ fn give<'py>(
     Ok(if fuse { None } else { Some(dw) })
 }
 
-/// The GEMM of a gradient that waited.
+/// The GEMM of a delayed gradient.
 fn run_rows(state: &State, waiting: &WaitingRows, dw: &Bound<'_, PyAny>, accumulate: bool) -> Result<(), Failure> {
     let (py, program) = (dw.py(), &waiting.program);
     let device = program.key().device;

@@ -1,6 +1,6 @@
-//! Entry points of programs: tensors and parameters in, outputs and what backward needs out, with an autograd node of
-//! their own or inside one of Python's. None reads a module's dictionaries but to gather the parameters of a call that
-//! brings none.
+//! Entry points of programs: they take tensors and parameters, and return outputs and data for backward, with their own
+//! autograd node or inside a node of Python. They read a module's dictionaries only to gather the parameters of a call
+//! without parameters.
 
 use std::sync::Arc;
 
@@ -28,10 +28,9 @@ use crate::torch::reader::{instance_dict, view_of};
 
 const OP: &str = "ops";
 
-/// Runs a chain on `x`; one autograd node. Returns the output, and the extra outputs behind it if there are any.
-///
-/// `parameters` stand in for those of the modules that the chain was built from. `version` is that of a weight that is a
-/// concatenation without one of its own.
+/// Runs a chain on `x`, with one autograd node. Returns the output, followed by extra outputs if there are any.
+/// `parameters` replace those of the modules that the chain was built from. `version` is the version of a concatenated
+/// weight.
 #[pyfunction]
 #[pyo3(signature = (program, owner, x, extra_inputs, is_first_microbatch=None, params=None, version=None, buffers=None, fp8_output=false, fp8_grad=false, /))]
 #[expect(clippy::too_many_arguments, reason = "a Python function's arguments")]
@@ -61,7 +60,7 @@ pub(crate) fn program_apply<'py>(
     })
 }
 
-/// Parameters of which some are stacks: what autograd sees of them, and what the program reads.
+/// Parameters with stacks: the parts for autograd, and the stacks for the program.
 fn joined_parameters<'py>(
     state: &State,
     program: &Bound<'py, ProgramHandle>,
@@ -74,9 +73,9 @@ fn joined_parameters<'py>(
     Err(named(&Error::unsupported(OP, message), Some(&name)))
 }
 
-/// `module(x, *extra_inputs)` of a module whose result is its program's: as `nn.Module.__call__`, without its cost
-/// where no hook and no override asks for it. The module names the program in `_direct_program` of its dict, or None
-/// while calls have to go through `forward`; a group of ops that is all of the module is called by `_direct_call`, with
+/// `module(x, *extra_inputs)` of a module whose result is its program's: equivalent to `nn.Module.__call__`, without
+/// its cost if there is no hook and no override. The module names the program in `_direct_program` of its dict, or None
+/// while calls must go through `forward`; a group of ops that is all of the module is called by `_direct_call`, with
 /// input, extra inputs and `is_first_microbatch`. Argument names are those of `forward`.
 #[pyfunction]
 #[pyo3(signature = (module, input=Argument(None), *extra_inputs, is_first_microbatch=None, **others))]
@@ -127,8 +126,9 @@ pub(crate) fn program_module_call<'py>(
     state.torch.call_module(&PyTuple::new(py, arguments)?, &keywords)
 }
 
-/// The parameters, if the program takes such a call as it is: so many extra inputs, and one type of everything, or an
-/// autocast type that everything is cast to. Else the long way casts in between, or says what is wrong.
+/// The parameters, if the program takes the call as it is: the right number of extra inputs, and one type of all
+/// tensors, or an autocast type to which all are cast. Other calls take the long path, which casts in between, or
+/// raises.
 #[inline]
 fn parameters_of_direct_call<'py>(
     state: &State,
@@ -150,8 +150,8 @@ fn parameters_of_direct_call<'py>(
     Ok(fits.then_some(params))
 }
 
-/// Activation checkpointing runs a forward again during backward, when the autocast region may be over: runs `call` in the
-/// region of the chain's last forward then.
+/// Runs `call` in the region of the chain's last forward if activation checkpointing repeats a forward during backward,
+/// when the autocast region may be over.
 #[inline]
 pub(crate) fn in_region_of_last_forward<T>(
     state: &State,
@@ -172,7 +172,7 @@ fn repeated_region(state: &State, program: &Bound<'_, ProgramHandle>) -> PyResul
         let mut dispatcher = state.dispatcher(py)?;
         let autocast = &mut dispatcher.0.autocast;
         if autocast.current().enabled || autocast.depth() != 0 || autocast.held().0 {
-            return Ok(None); // the region around it says what is wanted
+            return Ok(None); // the region in force decides
         }
     }
     if state.torch.current_graph_task_id.bind(py).call0()?.extract::<i64>()? < 0 {
@@ -208,8 +208,8 @@ fn cast_and_apply<'py>(
     apply(call, &tensors)
 }
 
-/// The functional entry: a program, its owner, tensors and parameters. Rows that GEMMs lack are appended, zero rows launch
-/// nothing, and what wants gradients gets one autograd node.
+/// The functional entry: a program, its owner, tensors and parameters. Rows are padded for GEMMs, zero rows launch
+/// nothing, and a call that needs gradients gets one autograd node.
 pub(crate) fn apply<'py>(mut call: Call<'_, 'py>, tensors: &Tensors<'_>) -> PyResult<Bound<'py, PyAny>> {
     let Call { state, handle: program, owner, x, extras, params, microbatch, version, in_fp8, .. } = call;
     let py = x.py();
@@ -254,7 +254,7 @@ pub(crate) fn apply<'py>(mut call: Call<'_, 'py>, tensors: &Tensors<'_>) -> PyRe
             return hooks(py)?.apply.bind(py).call1(PyTuple::new(py, arguments)?);
         }
     }
-    // What is recomputed later with gradients is fused as it will be then: the same bits.
+    // A forward that is recomputed later with gradients is fused as in the recomputation, so that the bits are equal.
     let grads = !grad_mode && state.dispatcher(py)?.0.autocast.recomputes();
     call.wants(grads, grads, SmallVec::from_elem(grads, extras.len()), grad_mode);
     results(call.run_on(tensors)?)
@@ -267,7 +267,7 @@ fn on_nothing<'py>(call: &Call<'_, 'py>) -> PyResult<Bound<'py, PyAny>> {
     let py = x.py();
     let region = *state.dispatcher(py)?.0.autocast.current();
     if region.enabled && region.recipe.is_delayed() && !program.try_borrow()?.weights.is_empty() {
-        // Other ranks may have rows, and reduce their maxima with this one.
+        // Other ranks may have rows, and reduce their maxima with this rank.
         owner.call_method0(intern!(py, "_init_delayed_scaling"))?;
     }
     let overwrite = microbatch == Microbatch::First;
@@ -275,7 +275,7 @@ fn on_nothing<'py>(call: &Call<'_, 'py>) -> PyResult<Bound<'py, PyAny>> {
     hooks(py)?.on_nothing.bind(py).call1(arguments)
 }
 
-/// The output alone, or a tuple with the extra outputs behind it.
+/// The output, or a tuple of output and extra outputs.
 fn results(done: Done<'_>) -> PyResult<Bound<'_, PyAny>> {
     let py = done.y.py();
     if done.extra_outputs.is_empty() {
@@ -287,12 +287,12 @@ fn results(done: Done<'_>) -> PyResult<Bound<'_, PyAny>> {
 
 type Inputs<'py> = (Bound<'py, PyAny>, Vec<Bound<'py, PyAny>>);
 
-/// The inputs in the type that `torch.autocast` wants; none where it wants none.
+/// The inputs in the type of `torch.autocast`; none if it is off.
 #[inline]
 fn cast<'py>(state: &State, x: &Bound<'py, PyAny>, extras: &[Bound<'py, PyAny>]) -> PyResult<Option<Inputs<'py>>> {
     let Some(dtype) = autocast_dtype(state, x)? else { return Ok(None) };
     let to = |tensor: &Bound<'py, PyAny>| tensor.call_method1(intern!(tensor.py(), "to"), (&dtype,));
-    // Counts stay what they are.
+    // Counts keep their type.
     let extra = |extra: &Bound<'py, PyAny>| match view_of(&state.reader, extra, "an extra input") {
         Ok(view) if view.dtype().as_float().is_none() => Ok(extra.clone()),
         _ => to(extra),
@@ -300,7 +300,7 @@ fn cast<'py>(state: &State, x: &Bound<'py, PyAny>, extras: &[Bound<'py, PyAny>])
     Ok(Some((to(x)?, extras.iter().map(extra).collect::<PyResult<_>>()?)))
 }
 
-/// The type that `torch.autocast` wants, if it is on.
+/// The type of `torch.autocast`, if it is on.
 #[inline]
 fn autocast_dtype<'py>(state: &State, x: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyAny>>> {
     let py = x.py();
@@ -378,8 +378,8 @@ pub(crate) fn program_autograd_forward<'py>(
     results(done)
 }
 
-/// A forward without an autograd node, for one inside Python's: (output, extra outputs, what backward needs or None,
-/// tensors to save).
+/// A forward without an autograd node, for use inside a node of Python: (output, extra outputs, data for backward or
+/// None, tensors to save).
 #[pyfunction]
 #[pyo3(signature = (program, owner, x, extra_inputs, is_first_microbatch, input_needs_grad, extra_need_grad, parameters_need_grad, params=None, version=None, chunks=None, /))]
 #[expect(clippy::too_many_arguments, reason = "a Python function's arguments")]
@@ -424,7 +424,7 @@ pub(crate) fn program_run_forward<'py>(
     Ok((y, outputs, saved, to_save).into_pyobject(py)?.into_any())
 }
 
-/// Whether the region's GEMMs take more rows than `x` has, of which rows of zeros make up.
+/// Whether `x` must be padded with rows of zeros for the region's GEMMs.
 fn lacks_rows(state: &State, x: &Bound<'_, PyAny>) -> PyResult<bool> {
     let py = x.py();
     if !state.dispatcher(py)?.0.auto_pad {
@@ -438,7 +438,7 @@ fn lacks_rows(state: &State, x: &Bound<'_, PyAny>) -> PyResult<bool> {
     Ok(state.dispatcher(py)?.0.rows_to_pad(count(intern!(py, "numel"))? / cols) != 0)
 }
 
-/// The backward of [`program_run_forward`]: gradients of input, parameters and extra inputs; None where none is wanted.
+/// The backward of [`program_run_forward`]: gradients of input, parameters and extra inputs; None if not needed.
 #[pyfunction]
 #[pyo3(signature = (kept, saved_tensors, grad_output, extra_grads, chunks=None, /))]
 #[expect(clippy::type_complexity, reason = "a Python tuple")]

@@ -1,4 +1,4 @@
-//! One forward of a program: read the tensors, find the program and its size, allocate, run, keep.
+//! One forward of a program: read the tensors, find the program and its form for the rows, allocate, run, keep weights.
 //!
 //! The dispatcher and the handles are borrowed only between calls into Python, which may let other threads in.
 
@@ -47,13 +47,13 @@ const OP: &str = "ops";
 /// One linear op's weight in a call.
 #[derive(Clone, Debug)]
 pub(crate) struct CallWeight {
-    /// None in high precision, and where the parameter itself is quantised.
+    /// None in high precision, and if the parameter itself is quantised.
     pub(crate) quantized: Option<Arc<CachedWeight>>,
     /// The parameter itself is quantised: backward reads its layouts.
     pub(crate) is_given: bool,
     pub(crate) slots: Option<OpSlots>,
-    /// torch's version of the weight, none for inference tensors; of a quantised parameter the number of its values, none
-    /// where its bytes are gathered anew for backward.
+    /// torch's version of the weight, none for inference tensors. For a quantised parameter, the number of its values;
+    /// none if its bytes are gathered again for backward.
     pub(crate) version: Option<u64>,
 }
 
@@ -66,7 +66,7 @@ impl CallWeight {
 /// Those of all linear ops.
 pub(crate) type CallWeights = SmallVec<[CallWeight; 2]>;
 
-/// What a forward leaves.
+/// The results of a forward.
 pub(crate) struct Done<'py> {
     pub(crate) y: Bound<'py, PyAny>,
     pub(crate) extra_outputs: Vec<Bound<'py, PyAny>>,
@@ -75,17 +75,18 @@ pub(crate) struct Done<'py> {
     pub(crate) sized: Arc<SizedProgram>,
     pub(crate) shapes: Arc<Shapes>,
     pub(crate) weights: CallWeights,
-    /// A flag on the device decides whether weights are quantised: `is_first_microbatch` is taken for False.
+    /// Whether a flag on the device decides if weights are quantised; `is_first_microbatch` then counts as False.
     pub(crate) skippable: bool,
-    /// The extra inputs as they were read: the call's own, or copies, in which the results of ops lie that write there.
+    /// The extra inputs as they were read: the call's own tensors, or copies, which ops may have written in place.
     extras: SmallVec<[Bound<'py, PyAny>; 2]>,
-    /// The input as it was handed in, in FP8: what backward reads of it, by port, and whether that is what it was.
+    /// A quantised input: its parts that backward reads, by port, and a record of its content.
     handed: SmallVec<[(Port, Bound<'py, PyAny>); 2]>,
     pub(crate) stamp: Option<Stamp>,
 }
 
 impl<'py> Done<'py> {
-    /// What backward reads: the saved buffer, and the call's own tensors in the order of [`Program::reads`].
+    /// The tensors that backward reads: the saved buffer, and the call's own tensors in the order of
+    /// [`Program::reads`].
     pub(crate) fn to_save(&self, call: &Call<'_, 'py>) -> PyResult<Bound<'py, PyTuple>> {
         let x = call.x;
         let py = x.py();
@@ -108,7 +109,8 @@ impl<'py> Done<'py> {
     }
 }
 
-/// One forward. `extra_grads` and `input_grad` say what wants a gradient; parameters are asked when `grads` is set.
+/// One forward. `extra_grads` and `input_grad` tell which inputs need a gradient; parameters are checked if `grads` is
+/// set.
 pub(crate) struct Call<'a, 'py> {
     pub(crate) state: &'a State,
     pub(crate) handle: &'a Bound<'py, ProgramHandle>,
@@ -116,26 +118,26 @@ pub(crate) struct Call<'a, 'py> {
     pub(crate) x: &'a Bound<'py, PyAny>,
     pub(crate) extras: &'a [Bound<'py, PyAny>],
     pub(crate) params: &'a [Bound<'py, PyAny>],
-    /// What autograd sees in the place of parameters that are joined of parts.
+    /// The parts of joined parameters, for autograd.
     pub(crate) joined: Option<Bound<'py, Joined>>,
     pub(crate) microbatch: Microbatch,
-    /// Stands in for the version of a weight that is a concatenation without one of its own.
+    /// Version of a concatenated weight.
     pub(crate) version: Option<u64>,
     pub(crate) grads: bool,
     pub(crate) input_grad: bool,
     pub(crate) extra_grads: Flags,
     /// torch's grad mode where the chain was called.
     pub(crate) grad_mode: bool,
-    /// What the call is to hand out in FP8.
+    /// The quantised results that the call requests.
     pub(crate) in_fp8: InFp8,
-    /// Memory of the caller's for the result and for the input's gradient.
+    /// The caller's memory for the result and for the input's gradient.
     pub(crate) buffers: Option<Bound<'py, Buffers>>,
-    /// Chunks in which rows come, or leave.
+    /// Chunks in which rows arrive or leave.
     pub(crate) pieces: Vec<Pieces>,
 }
 
 impl<'a, 'py> Call<'a, 'py> {
-    /// A call for which nothing wants a gradient.
+    /// A call without gradients.
     #[inline]
     pub(crate) fn new(
         state: &'a State,
@@ -173,7 +175,7 @@ impl<'a, 'py> Call<'a, 'py> {
         self
     }
 
-    /// The same of parameters of which some are joined of parts.
+    /// The same with parameters that are joined from parts.
     #[inline]
     pub(crate) fn of_parts(mut self, joined: Option<Bound<'py, Joined>>) -> Self {
         self.version = joined.as_ref().map_or(self.version, |joined| Some(joined.get().version()));
@@ -181,20 +183,20 @@ impl<'a, 'py> Call<'a, 'py> {
         self
     }
 
-    /// The same into memory of the caller's.
+    /// The same into the caller's memory.
     #[inline]
     pub(crate) fn into_buffers(mut self, buffers: Option<Bound<'py, Buffers>>) -> Self {
         self.buffers = buffers;
         self
     }
 
-    /// The same on rows that come, or leave, in chunks.
+    /// The same on rows that arrive or leave in chunks.
     pub(crate) fn in_pieces(mut self, pieces: Vec<Pieces>) -> Self {
         self.pieces = pieces;
         self
     }
 
-    /// Says what wants a gradient; parameters are asked when `grads` is set.
+    /// Sets which inputs need a gradient; parameters are checked if `grads` is set.
     pub(crate) fn wants(&mut self, grads: bool, input_grad: bool, extra_grads: Flags, grad_mode: bool) {
         (self.grads, self.input_grad, self.extra_grads, self.grad_mode) = (grads, input_grad, extra_grads, grad_mode);
     }
@@ -229,7 +231,7 @@ impl<'a, 'py> Call<'a, 'py> {
         if tensors.fit() && in_fp8 { self.on_tensors(tensors, self.extras) } else { self.on_copies(!in_fp8) }
     }
 
-    /// The same on copies of those tensors that are strided or misaligned, or quantised where nothing else is.
+    /// The same on copies of tensors that are strided, misaligned, or quantised where the program reads plain ones.
     #[cold]
     fn on_copies(&self, dequantizes: bool) -> Result<Done<'py>, Failure> {
         let copies = Tensors::copies(self.state, self.x, self.extras, self.params, dequantizes)?;
@@ -257,7 +259,7 @@ impl<'a, 'py> Call<'a, 'py> {
         let flagged = region.enabled && (capturing || region.graph);
         let flag = if flagged { skip_flag(state, py, place.device)? } else { None };
         let prepared = self.weights(tensors, &compiled, &region, (place, capturing), flag.is_some(), replays)?;
-        // Weights that are not there yet are quantised, whatever the flag; a graph runs later.
+        // Weights that do not exist yet are quantised, for any value of the flag, since a graph runs later.
         let skips = capturing || prepared.iter().all(|weight| weight.reused);
         CLOCK.mark(Stage::Plan);
 
@@ -289,7 +291,7 @@ impl<'a, 'py> Call<'a, 'py> {
         Ok(Done { y, extra_outputs, saved, compiled, sized, shapes, weights, skippable, extras, handed, stamp })
     }
 
-    /// Tells torch of what was written in place, so that a backward that needs what was there before raises.
+    /// Tells torch of writes in place, so that a backward that needs the former values raises.
     #[inline]
     pub(crate) fn note_writes(&self, program: &Program, extras: &[Bound<'py, PyAny>]) -> PyResult<()> {
         for &index in program.written_extra_inputs() {
@@ -378,8 +380,8 @@ impl<'a, 'py> Call<'a, 'py> {
         Ok((compiled, sized?))
     }
 
-    /// What comes and goes in FP8. A column layout of the output serves the next layer's weight gradient; under delayed
-    /// scaling it is made there, so that the GEMM can store the row layout.
+    /// Quantised inputs and results. The column layout of the output is for the next layer's weight gradient; under
+    /// delayed scaling the next layer makes it, so that the GEMM can store the row layout.
     #[inline]
     fn outer(&self, tensors: &Tensors<'_>, region: &Region) -> OuterKinds {
         let input = tensors.handed().map(|handed| handed.kind);
@@ -403,7 +405,7 @@ impl<'a, 'py> Call<'a, 'py> {
         if has_slots { Ok(()) } else { self.init_slots() }
     }
 
-    /// For each linear op, the scales that activation recomputation wants; empty outside of it.
+    /// For each linear op, the scales from activation recomputation; empty outside of it.
     fn replays(&self) -> PyResult<Vec<Option<RecordedScales>>> {
         let (py, state) = (self.x.py(), self.state);
         if !state.dispatcher(py)?.0.autocast.recomputes() {
@@ -417,7 +419,7 @@ impl<'a, 'py> Call<'a, 'py> {
         weights.into_iter().map(one).collect()
     }
 
-    /// The quantised weight of every linear op: the kept one where it serves, else memory for a fresh one.
+    /// The quantised weight of every linear op: the kept one if it can be used, else memory for a new one.
     fn weights(
         &self,
         tensors: &Tensors<'_>,
@@ -519,7 +521,7 @@ impl<'a, 'py> Call<'a, 'py> {
         Ok(list)
     }
 
-    /// Refuses quantised parameters that are no weights: their views have no memory.
+    /// Refuses quantised parameters that are not weights, since their views have no memory.
     fn check_given(tensors: &Tensors<'_>, compiled: &PyProgram) -> Result<(), Failure> {
         let program = &compiled.program;
         let is_weight = |param: usize| (0..program.key().linears.len()).any(|at| program.linear_param(at) == param);
@@ -623,7 +625,7 @@ impl<'a, 'py> Call<'a, 'py> {
                 call.set_pieces(sized.prepare(&mut dispatcher.0, place.device, FlowName::Forward, pieces)?);
             }
             sized.run_forward(&mut dispatcher.0.lane(place, sized.forward_scratch(), memory)?, call)?;
-            // A repeated call raises no maximum.
+            // A recomputation raises no maximum.
             let first_runs = prepared.iter().filter(|weight| weight.replay.is_none());
             for slots in first_runs.filter_map(|weight| weight.slots.as_ref()) {
                 dispatcher.0.autocast.mark_ran(&slots.forward);
@@ -677,7 +679,7 @@ impl<'a, 'py> Call<'a, 'py> {
         skippable: bool,
     ) -> Result<CallWeights, Failure> {
         let (py, state) = (self.x.py(), self.state);
-        // What the optimizer is about to change is left to its backward.
+        // A weight that the optimizer will change is left to its backward.
         let trains = |param: usize| self.grads && compiled.program.key().params[param].1;
         let mut list = CallWeights::new();
         for (linear, prepared) in prepared.into_iter().enumerate() {
@@ -726,8 +728,8 @@ pub(crate) enum Output<'py> {
     InFp8(Made<'py>),
 }
 
-/// A tensor over memory of the caller's, in the shape of what goes there. Autograd makes that a result; the caller's own
-/// stays what it is, for the next call.
+/// A tensor on the caller's memory, in the shape of the result. It becomes a result of autograd, while the caller's
+/// tensor stays plain for the next call.
 pub(crate) fn viewed<'py>(
     state: &State,
     buffer: &Bound<'py, PyAny>,
@@ -754,18 +756,18 @@ pub(crate) struct Results<'py> {
 /// A weight before its launch.
 pub(crate) struct Prepared<'py> {
     pub(crate) quantized: Option<Arc<CachedWeight>>,
-    /// The parameter's own layouts, where that is quantised.
+    /// The parameter's own layouts, if it is quantised.
     pub(crate) given: Option<GivenWeight<'py>>,
     pub(crate) slots: Option<OpSlots>,
     pub(crate) replay: Option<RecordedScales>,
     pub(crate) version: Option<u64>,
-    /// The parameter that is to be quantised now.
+    /// The parameter to quantise now.
     pub(crate) fresh: Option<usize>,
-    /// It has been, by the launch of all weights.
+    /// Whether the launch of all weights has quantised it.
     is_ready: bool,
-    /// How a launch of all weights does that.
+    /// How a launch of all weights quantises it.
     cast: Option<WeightCast>,
-    /// The kept one serves.
+    /// The kept weight is used.
     pub(crate) reused: bool,
 }
 

@@ -9,7 +9,7 @@ use crate::error::IntoPython;
 
 const OP: &str = "activation";
 
-/// Constants of activation functions, of which each has some.
+/// Constants of activation functions.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Constants {
     pub(crate) limit: f32,
@@ -47,7 +47,7 @@ pub(crate) fn activation_of(op: &'static str, name: &str, constants: &Constants)
     })
 }
 
-/// The same with the constants that keywords give.
+/// The same with constants from keywords.
 pub(crate) fn activation_named(name: &str, keywords: Option<&Bound<'_, PyDict>>) -> PyResult<Activation> {
     let mut constants = Constants::default();
     for (key, value) in keywords.into_iter().flatten() {

@@ -1,4 +1,4 @@
-//! Chains of ops as Python builds them: the ops, where their parameters are found, and what is kept between calls.
+//! Chains of ops as Python builds them: the ops, the places of their parameters, and the state between calls.
 
 use std::sync::{Arc, OnceLock};
 
@@ -17,40 +17,40 @@ use crate::program::weight::WeightHandle;
 use crate::tensor::handed::quantizer_of;
 use crate::torch::process::contiguous_strides;
 
-/// Shapes of one chain that are kept; those that vary without end displace the oldest.
+/// Number of kept shapes of one chain; a new shape beyond it replaces the oldest.
 const SHAPES: usize = 64;
 
-/// Where a parameter is found at every call.
+/// The place where calls find a parameter.
 #[derive(Debug)]
 pub(crate) struct Parameter {
     pub(crate) parameters: Py<PyDict>,
     pub(crate) name: Py<PyString>,
-    /// Names of the parts along dimension 0 that it consists of; empty for a parameter in one piece.
+    /// Names of its parts along dimension 0; empty for a parameter in one piece.
     pub(crate) parts: Vec<Py<PyString>>,
 }
 
 impl Parameter {
-    /// The parameter, if it is there.
+    /// The parameter, if it exists.
     #[inline]
     pub(crate) fn get<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
         self.parameters.bind(py).get_item(self.name.bind(py))
     }
 
-    /// Names of what it consists of: its parts', or its own.
+    /// Names of its parts, or its own name.
     #[inline]
     pub(crate) fn names(&self) -> &[Py<PyString>] {
         if self.parts.is_empty() { std::slice::from_ref(&self.name) } else { &self.parts }
     }
 }
 
-/// What computes a layer outside of FP8.
+/// The path of a layer outside of FP8.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum OutsideFp8 {
     /// The program.
     Program,
     /// torch's own linear function: the one linear op of the program, and its bias.
     Torch,
-    /// The layer's general way.
+    /// The layer's general path.
     General,
 }
 
@@ -96,13 +96,13 @@ impl Tuples {
     }
 }
 
-/// A program with what calls of it need from Python.
+/// A program, with data from Python for its calls.
 #[derive(Debug)]
 pub(crate) struct PyProgram {
     pub(crate) program: Arc<Program>,
-    /// Of each parameter.
+    /// For each parameter.
     pub(crate) params: Vec<Tuples>,
-    /// What quantises as the output in FP8 is, and the gradient of the input; made at first use.
+    /// The quantizers of a quantised output and of a quantised gradient of the input; made at first use.
     quantizers: [OnceLock<Py<PyAny>>; 2],
 }
 
@@ -111,7 +111,7 @@ impl PyProgram {
         Self { program, params, quantizers: [const { OnceLock::new() }; 2] }
     }
 
-    /// What quantises as the output in FP8 is, or the gradient of the input.
+    /// The quantizer of a quantised output, or of a quantised gradient of the input.
     pub(crate) fn quantizer<'py>(
         &self,
         owner: &Bound<'py, PyAny>,
@@ -124,7 +124,7 @@ impl PyProgram {
             return Ok(known.bind(py).clone());
         }
         let made = quantizer_of(owner, kind, is_grad)?;
-        let _ = slot.set(made.clone_ref(py)); // another thread may have been quicker
+        let _ = slot.set(made.clone_ref(py)); // another thread may have been faster
         Ok(made.into_bound(py))
     }
 }
@@ -144,7 +144,7 @@ pub(crate) struct ProgramHandle {
     pub(crate) params: Vec<Parameter>,
     pub(crate) weights: Vec<Py<WeightHandle>>,
     pub(crate) outside_fp8: OutsideFp8,
-    /// Calls of the layer that need nothing of Python go straight to the program.
+    /// Whether calls of the layer that need no Python go straight to the program.
     #[pyo3(get, set)]
     pub(crate) is_direct: bool,
     /// Gradients of a weight's parts go into their `main_grad`.
@@ -152,12 +152,12 @@ pub(crate) struct ProgramHandle {
     pub(crate) fuses_parts: bool,
     /// A bias that the layer returns beside its result.
     returned_bias: Option<Parameter>,
-    /// Region of the last forward, if that was in FP8: what a recomputation during backward repeats.
+    /// Region of the last forward, if it was in FP8, for a recomputation during backward.
     pub(crate) last_region: Option<Region>,
-    /// Set when a compiler's forward of this program was the first FP8 layer of its region: which of all first ones, by
-    /// number. Another number has come since when another region has begun.
+    /// If a compiled forward of this program was the first FP8 layer of its region, the number of that region; the
+    /// number changes when another region has begun.
     pub(crate) first_module: Option<u64>,
-    /// Updates of the scales before the last forward of a compiler's.
+    /// Number of updates of the scales before the last compiled forward.
     pub(crate) traced_generation: u64,
     pub(crate) programs: ProgramCache<PyProgram>,
     shapes: Vec<Arc<Shapes>>,
@@ -170,8 +170,7 @@ impl ProgramHandle {
         self.params.push(Parameter { parameters: parameters.clone().unbind(), name, parts });
     }
 
-    /// A stack of parameters, by the names of what it consists of; one name is that of the stack itself, unless that is a
-    /// part with a number.
+    /// A stack of parameters, by the names of its parts; a single name is the stack's own, unless it ends in a number.
     fn stack(&mut self, parameters: &Bound<'_, PyDict>, name: &str, parts: &[String]) -> PyResult<()> {
         match parts {
             [] => Err(Error::value("ops", format!("a stack of {name}s needs a name"))).python(),
@@ -192,7 +191,7 @@ impl ProgramHandle {
         self.params.iter().any(|param| !param.parts.is_empty())
     }
 
-    /// The bias that is returned beside the result; none where the layer returns none.
+    /// The bias that is returned beside the result, if the layer returns it.
     #[inline]
     pub(crate) fn returned_bias<'py>(handle: &Bound<'py, Self>) -> PyResult<Option<Bound<'py, PyAny>>> {
         let program = handle.try_borrow()?;
@@ -204,8 +203,8 @@ impl ProgramHandle {
         })
     }
 
-    /// What a linear op keeps, and its weight among the parameters; none behind the last op. Nothing stays borrowed, so
-    /// that what is done for one op may run Python code.
+    /// The handle of a linear op, and its weight's index among the parameters; none after the last op. Nothing stays
+    /// borrowed, so that work for one op may run Python code.
     pub(crate) fn linear_at(handle: &Bound<'_, Self>, number: usize) -> PyResult<Option<(Py<WeightHandle>, usize)>> {
         let program = handle.try_borrow()?;
         let weight = program.weights.get(number).map(|weight| weight.clone_ref(handle.py()));
@@ -232,8 +231,8 @@ impl ProgramHandle {
         self.weights.iter().map(call).collect()
     }
 
-    /// Tuples for an input of this shape; the widths of output and extra outputs follow from it. Nothing is borrowed while
-    /// they are made: Python may collect garbage then, which runs anything.
+    /// Tuples for an input of this shape; the widths of output and extra outputs follow from it. Nothing is borrowed
+    /// while they are made, since Python may collect garbage and run foreign code.
     #[inline]
     pub(crate) fn shapes(handle: &Bound<'_, Self>, x: &[i64], program: &Program) -> PyResult<Arc<Shapes>> {
         if let Some(known) = handle.try_borrow()?.shapes.iter().rev().find(|known| known.x == x) {
@@ -277,7 +276,7 @@ impl ProgramHandle {
         })
     }
 
-    /// Has calls of the layer return the bias of this name beside the result, in the result's type.
+    /// Lets calls of the layer return the bias of this name beside the result, in the result's type.
     fn return_bias(&mut self, parameters: &Bound<'_, PyDict>, name: &str) {
         let name = PyString::intern(parameters.py(), name).unbind();
         self.returned_bias = Some(Parameter { parameters: parameters.clone().unbind(), name, parts: Vec::new() });
@@ -410,18 +409,18 @@ impl ProgramHandle {
         self.chain.push(label, Op::AddExtraInput { in_place });
     }
 
-    /// Appends an op that hands its input out as well.
+    /// Appends an op that also returns its input.
     fn make_extra_output(&mut self, label: String, in_place: bool) {
         self.chain.push(label, Op::MakeExtraOutput { in_place });
     }
 
-    /// Begins a residual connection; its number, for its end.
+    /// Begins a residual connection; returns its number, for its end.
     fn residual(&mut self, label: String) -> usize {
         self.chain.push(label, Op::Residual);
         self.chain.links().len() - 1
     }
 
-    /// Appends `x` plus what a residual connection began with.
+    /// Appends the sum of `x` and the beginning of a residual connection.
     fn add_residual(&mut self, label: String, begin: usize) {
         self.chain.push(label, Op::AddResidual { begin });
     }
@@ -437,7 +436,7 @@ impl ProgramHandle {
         self.chain.push(label, Op::Permute { experts: num_experts, topk });
     }
 
-    /// Appends the way back, the sum of each token's rows.
+    /// Appends the inverse permutation, which sums each token's rows.
     fn unpermute(&mut self, label: String) {
         self.chain.push(label, Op::Unpermute);
     }
@@ -447,7 +446,8 @@ impl ProgramHandle {
         self.chain.push(label, Op::Identity);
     }
 
-    /// What programs of one kind have in common: ops with their sizes and constants, and how linear ops are called.
+    /// Text of the properties that programs of one kind share: ops with their sizes and constants, and options of
+    /// linear ops.
     #[getter]
     fn signature(&self, py: Python<'_>) -> PyResult<String> {
         let ops: Vec<_> = self.chain.links().iter().map(|link| link.op).collect();
@@ -461,7 +461,7 @@ impl ProgramHandle {
         self.has_parts()
     }
 
-    /// What each parameter consists of, as its module holds it now.
+    /// The present parts of each parameter, from its module.
     fn parameter_parts<'py>(&self, py: Python<'py>) -> PyResult<Vec<Vec<Bound<'py, PyAny>>>> {
         let parts = |param: &Parameter| {
             let found = param.names().iter().map(|name| {
@@ -502,12 +502,12 @@ impl ProgramHandle {
         Ok(widths.last().copied().into_iter().chain(extra).collect())
     }
 
-    /// Number of compiled programs held, each of their row counts for itself.
+    /// Number of compiled programs, counting each row count.
     fn plan_count(&self) -> usize {
         self.programs.iter().map(|kept| kept.row_counts().len()).sum()
     }
 
-    /// Forgets compiled programs.
+    /// Drops compiled programs.
     fn drop_plans(slf: &Bound<'_, Self>) -> PyResult<()> {
         let mut handle = slf.try_borrow_mut()?;
         let former = (std::mem::take(&mut handle.programs), std::mem::take(&mut handle.shapes));

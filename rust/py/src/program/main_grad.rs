@@ -1,4 +1,4 @@
-//! Weight gradients that go into a buffer of the caller's, as Megatron-LM keeps it.
+//! Weight gradients that go into the caller's buffer `main_grad`, as in Megatron-LM.
 
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -21,7 +21,7 @@ pub(crate) struct MainGrad<'py> {
     pub(crate) grad: Bound<'py, PyAny>,
     pub(crate) dtype: DType,
     pub(crate) address: usize,
-    /// It is added to, not set.
+    /// Whether the gradient is added instead of written.
     pub(crate) accumulate: bool,
 }
 
@@ -49,8 +49,8 @@ fn checked<'py>(
     Ok(MainGrad { grad, dtype, address, accumulate: !overwrites })
 }
 
-/// The `main_grad`s of the parts of a stack as one, where all parts are trained, and theirs lie one behind the other and
-/// take the gradient alike; none else.
+/// The `main_grad`s of the parts of a stack as one tensor, if all parts are trained and their `main_grad`s are adjacent
+/// and take the gradient in the same way.
 pub(crate) fn stacked_main_grad<'py>(
     state: &State,
     parts: &[Bound<'py, PyAny>],
@@ -80,7 +80,7 @@ pub(crate) fn stacked_main_grad<'py>(
     Ok(stack.map(|(first, _)| first))
 }
 
-/// The type of the `main_grad`s of those parts of a stack that are trained, where they have one type.
+/// The type of the `main_grad`s of a stack's trained parts, if they share one.
 pub(crate) fn main_grads_dtype(state: &State, parts: &[Bound<'_, PyAny>]) -> Result<Option<DType>, Failure> {
     let mut found = None;
     for part in parts {
@@ -117,7 +117,7 @@ fn buffer<'py>(weight: &Bound<'py, PyAny>) -> Result<Bound<'py, PyAny>, Failure>
     }
 }
 
-/// What users set on a parameter; an attribute that is not there costs an exception where it is not looked up in the dict.
+/// An attribute that users may set on a parameter; the look-up in the dict avoids an exception for a missing one.
 fn attribute<'py>(weight: &Bound<'py, PyAny>, name: &Bound<'py, PyString>) -> PyResult<Option<Bound<'py, PyAny>>> {
     if state(weight.py())?.torch.is_plain(weight) {
         return instance_dict(weight)?.get_item(name);
@@ -129,7 +129,7 @@ fn has_overwrite(weight: &Bound<'_, PyAny>) -> PyResult<bool> {
     attribute(weight, intern!(weight.py(), "overwrite_main_grad"))?.map_or(Ok(false), |value| value.is_truthy())
 }
 
-/// Gives computed gradients to the `main_grad`s of several weights at once; returns what autograd is given for each.
+/// Adds computed gradients to the `main_grad`s of several weights at once; returns autograd's gradient for each.
 pub(crate) fn give_all<'py>(
     weights: &[Bound<'py, PyAny>],
     grads: Vec<Bound<'py, PyAny>>,
@@ -162,8 +162,8 @@ pub(crate) fn give_later<'py>(
     Ok(after_main_grad(weight)?)
 }
 
-/// Transformer Engine's rule: with `grad_added_to_main_grad` set on the parameter, it becomes true and autograd gets a
-/// dummy gradient, so that hooks fire; else it gets none.
+/// Transformer Engine's rule: if the parameter has `grad_added_to_main_grad`, the attribute becomes true and autograd
+/// gets a dummy gradient, so that hooks run; otherwise autograd gets none.
 pub(crate) fn after_main_grad<'py>(weight: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyAny>>> {
     if attribute(weight, intern!(weight.py(), "grad_added_to_main_grad"))?.is_none() {
         return Ok(None);

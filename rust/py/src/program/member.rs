@@ -1,4 +1,4 @@
-//! A weight that is quantised together with others: whose it is, and what it is made of.
+//! A weight that is quantised together with others: its owner and its tensors.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -18,16 +18,16 @@ use crate::torch::process::State;
 /// A weight that takes part.
 #[derive(Debug)]
 pub(crate) struct Member {
-    /// What keeps the quantised weight.
+    /// The handle that keeps the quantised weight.
     handle: Py<PyWeakrefReference>,
-    /// The tensors whose versions make the weight's; it begins where that of number `first` does.
+    /// The tensors whose versions make the weight's version; the weight begins with tensor number `first`.
     sources: SmallVec<[Py<PyWeakrefReference>; 2]>,
     first: usize,
     /// The launch that it has joined.
     round: AtomicU64,
 }
 
-/// How a handle's weight was last quantised, and as whom it takes part.
+/// The last quantisation of a handle's weight, and its member.
 #[derive(Debug)]
 pub(crate) struct Joining {
     pub(crate) member: Arc<Member>,
@@ -38,7 +38,7 @@ pub(crate) struct Joining {
 }
 
 impl Member {
-    /// None for what is not a parameter that its module keeps: a view or a copy that was made for the call.
+    /// None if the weight is not a parameter of its module, but a view or a copy for the call.
     pub(crate) fn new(
         state: &State,
         handle: &Bound<'_, PyAny>,
@@ -58,7 +58,7 @@ impl Member {
         Ok(Some(Self { handle, sources, first, round: AtomicU64::new(0) }))
     }
 
-    /// Whether it is the weight of these tensors still.
+    /// Whether it is still the weight of these tensors.
     pub(crate) fn is_of(&self, py: Python<'_>, (tensors, first): (&[Bound<'_, PyAny>], usize)) -> bool {
         let same = |(known, tensor): (&Py<PyWeakrefReference>, &Bound<'_, PyAny>)| {
             known.bind(py).upgrade().is_some_and(|known| known.is(tensor))
@@ -71,7 +71,7 @@ impl Member {
         self.round.swap(round, Ordering::Relaxed) != round
     }
 
-    /// What keeps the quantised weight; none where its layer is gone.
+    /// The handle that keeps the quantised weight; none if its layer is gone.
     pub(crate) fn handle<'py, T: PyTypeInfo>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, T>>> {
         Ok(self.handle.bind(py).upgrade().map(Bound::cast_into::<T>).transpose()?)
     }
@@ -81,7 +81,7 @@ impl Member {
         self.sources.iter().any(|source| source.bind(py).upgrade().is_some_and(|tensor| written_since(&tensor, steps)))
     }
 
-    /// The tensor that the weight begins with, where it is and which version it has; none where a part is gone.
+    /// The tensor that the weight begins with, its address and its version; none if a part is gone.
     pub(crate) fn now<'py>(
         &self,
         state: &State,

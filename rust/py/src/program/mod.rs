@@ -1,4 +1,4 @@
-//! Layers and chains of ops: what Python builds, and how a call of it runs.
+//! Layers and chains of ops: programs that Python builds, and their calls.
 
 pub(crate) mod asked;
 pub(crate) mod backward;

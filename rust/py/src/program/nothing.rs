@@ -1,4 +1,4 @@
-//! A chain on zero rows: nothing is launched, and gradients of zeros go the ways of others.
+//! A chain on zero rows: nothing is launched, and gradients are zeros.
 
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -10,8 +10,7 @@ use crate::program::main_grad::{MainGrad, after_main_grad, main_grad};
 use crate::program::weight::{WaitingGrad, WaitingOperands};
 use crate::torch::process::{State, state};
 
-/// What autograd is given for the parameters: zeros, or nothing where the gradient goes into `main_grad` or waits for
-/// `backward_dw`.
+/// Autograd's gradients of the parameters: zeros, or none if the gradient goes into `main_grad` or is delayed.
 #[pyfunction]
 #[pyo3(signature = (program, params, wanted, overwrite_main_grad, /))]
 pub(crate) fn program_grads_of_nothing<'py>(

@@ -1,4 +1,4 @@
-//! Which weights an optimizer has written. torch's fused optimizers write parameters without counting versions.
+//! Notes which weights an optimizer has written, since torch's fused optimizers do not increase versions.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -8,12 +8,12 @@ use pyo3::prelude::*;
 
 use crate::torch::process::state;
 
-/// For each parameter of a living optimizer, the number of the last step of that.
+/// For each parameter of a living optimizer, the number of the optimizer's last step.
 type LastSteps = HashMap<usize, Arc<AtomicU64>>;
 
 static LAST_STEPS: LazyLock<Mutex<LastSteps>> = LazyLock::new(Mutex::default);
 
-/// The parameters of an optimizer, by their addresses: the optimizer keeps them alive, so that no other object has these.
+/// The parameters of an optimizer, by their addresses, which are unique since the optimizer keeps the parameters alive.
 #[pyclass(frozen, module = "te_fast._native")]
 pub(crate) struct OptimizerWrites {
     last_step: Arc<AtomicU64>,
@@ -33,13 +33,13 @@ impl OptimizerWrites {
         Self { last_step, addresses }
     }
 
-    /// Whether these are the parameters still.
+    /// Whether these are still the parameters.
     #[expect(clippy::needless_pass_by_value, reason = "PyO3 extracts lists by value")]
     fn is_of(&self, parameters: Vec<Bound<'_, PyAny>>) -> bool {
         parameters.iter().map(address).eq(self.addresses.iter().copied())
     }
 
-    /// The optimizer has made a step: weights may have changed, whether torch's version counters tell or not.
+    /// Notes a step of the optimizer: weights may have changed, even if torch's version counters have not.
     fn note_step(&self, py: Python<'_>) -> PyResult<()> {
         let steps = {
             let steps = &mut state(py)?.dispatcher(py)?.0.optimizer_steps;

@@ -1,4 +1,4 @@
-//! Gradients of parameters that are joined of parts: each trained part gets its rows.
+//! Gradients of parameters that are joined from parts: each trained part gets its rows.
 
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -10,8 +10,8 @@ use crate::program::main_grad::{after_main_grad, give_all, give_later};
 use crate::program::parts::{Joined, Share};
 use crate::program::tensors::{Objects, Optional};
 
-/// The gradients autograd gets for the parts, of which some are `wanted`; `grads` are those of the parameters. Where a
-/// part accumulates into its `main_grad`, `overwrite` says that this gradient is the first.
+/// Autograd's gradients of the `wanted` parts, from `grads` of the parameters. If a part accumulates into its
+/// `main_grad`, `overwrite` tells that this gradient is the first.
 pub(crate) fn of_parts<'py>(
     (handle, joined): (&Bound<'py, ProgramHandle>, &Joined),
     (grads, in_parts): (Optional<'py>, &[usize]),
@@ -44,8 +44,8 @@ pub(crate) fn of_parts<'py>(
     Ok(list)
 }
 
-/// The same of one parameter, whose parts' gradients go `into` their `main_grad`, which they overwrite or not, or to
-/// autograd. A gradient that is not there waits for `backward_dw`, or is wanted by no part.
+/// The same for one parameter, whose parts' gradients go `into` their `main_grad`, or to autograd. A missing gradient
+/// is delayed, or no part needs it.
 fn of_split<'py>(
     py: Python<'py>,
     (grad, share): (Option<Bound<'py, PyAny>>, &Share),
@@ -80,8 +80,8 @@ fn of_split<'py>(
     Ok(list)
 }
 
-/// The rows of each part of a gradient, in its memory, by one call of torch. No views: those cost torch more as it gives
-/// them to parameters.
+/// The rows of each part of a gradient, in its memory, by one call of torch. They are not views, which would cost torch
+/// more when it assigns them to parameters.
 fn split<'py>(grad: &Bound<'py, PyAny>, rows: &[i64]) -> PyResult<Objects<'py>> {
     let (py, rows) = (grad.py(), PyList::new(grad.py(), rows)?);
     grad.call_method1(intern!(py, "unsafe_split_with_sizes"), (rows,))?.try_iter()?.collect()

@@ -16,17 +16,17 @@ use crate::tensor::stack::{end_of_storage, stacked};
 use crate::tensor::value::QuantizedValue;
 use crate::torch::process::State;
 
-/// The parameters of one call, of which some are joined of parts.
+/// The parameters of one call, some of which are joined from parts.
 #[pyclass(module = "te_fast._native", frozen)]
 #[derive(Debug)]
 pub(crate) struct Joined {
-    /// What the program reads. A whole asks for a gradient where a part does.
+    /// The whole parameters for the program. A whole needs a gradient if a part does.
     wholes: SmallVec<[Py<PyAny>; 4]>,
-    /// What autograd sees; a parameter in one piece is a part of its own.
+    /// The parts for autograd; a parameter in one piece is its own part.
     parts: SmallVec<[Py<PyAny>; 8]>,
-    /// A part wants a gradient.
+    /// Whether a part needs a gradient.
     is_trained: bool,
-    /// Of each parameter.
+    /// For each parameter, its share.
     shares: SmallVec<[Share; 4]>,
     version: u64,
 }
@@ -36,11 +36,11 @@ pub(crate) struct Joined {
 pub(crate) struct Share {
     /// Rows of each of its parts; empty for a parameter in one piece.
     pub(crate) rows: SmallVec<[i64; 4]>,
-    /// It is joined.
+    /// Whether it is joined from parts.
     pub(crate) is_split: bool,
-    /// It is the weight of a linear op.
+    /// Whether it is the weight of a linear op.
     pub(crate) is_weight: bool,
-    /// The whole is a copy.
+    /// Whether the whole is a copy.
     copied: bool,
     count: usize,
 }
@@ -54,8 +54,8 @@ impl Joined {
 }
 
 impl Joined {
-    /// The parameters of a program as their modules hold them now, and as it reads them; none where a part is gone, is
-    /// neither a plain nor a quantised tensor, does not fit the others, or counts no versions (those made under
+    /// The present parameters of a program's modules, joined for the program. None if a part is gone, is neither a
+    /// plain nor a quantised tensor, does not fit the others, or has no version (because it was made under
     /// `torch.inference_mode()`).
     pub(crate) fn of<'py>(
         state: &State,
@@ -94,27 +94,27 @@ impl Joined {
         Ok(Some((Bound::new(py, joined)?, wholes)))
     }
 
-    /// What the program reads.
+    /// The whole parameters for the program.
     pub(crate) fn wholes<'py>(&self, py: Python<'py>) -> Objects<'py> {
         self.wholes.iter().map(|whole| whole.bind(py).clone()).collect()
     }
 
-    /// What autograd sees.
+    /// The parts for autograd.
     pub(crate) fn parts(&self) -> &[Py<PyAny>] {
         &self.parts
     }
 
-    /// Stands in for the versions of the wholes that are weights.
+    /// Version of the whole weights.
     pub(crate) fn version(&self) -> u64 {
         self.version
     }
 
-    /// Whether a part wants a gradient.
+    /// Whether a part needs a gradient.
     pub(crate) fn is_trained(&self) -> bool {
         self.is_trained
     }
 
-    /// Of each parameter, its share and its parts.
+    /// For each parameter, its share and its parts.
     pub(crate) fn shares(&self) -> impl Iterator<Item = (&Share, &[Py<PyAny>])> {
         let mut rest = self.parts.as_slice();
         self.shares.iter().map(move |share| {
@@ -124,7 +124,7 @@ impl Joined {
         })
     }
 
-    /// Whether a part of a weight that was read in its place was changed since.
+    /// Whether a part of a weight that was read without a copy has changed since.
     pub(crate) fn was_changed(&self, state: &State, py: Python<'_>) -> PyResult<bool> {
         if self.shares.iter().any(|share| share.is_weight && share.copied) {
             return Ok(false);
@@ -134,7 +134,7 @@ impl Joined {
     }
 }
 
-/// Stands in for the version of a copy, which nothing may take for another copy's.
+/// A unique version for a copy.
 #[pyfunction]
 pub(crate) fn version_of_copy() -> u64 {
     static NEXT: AtomicU64 = AtomicU64::new(1 << 62);
@@ -163,8 +163,8 @@ fn gathered<'py>(
     Ok(Some((parts, shares)))
 }
 
-/// The tensor that the parts are, where they lie one behind the other in one storage, else a copy (true); none where they
-/// do not fit one another.
+/// The parts as one tensor, if they are adjacent in one storage, else a copy (true); none if they do not fit each
+/// other.
 fn join<'py>(
     state: &State,
     parts: &[Bound<'py, PyAny>],
@@ -198,7 +198,7 @@ fn join<'py>(
     Ok(Some((whole, true)))
 }
 
-/// The quantised tensor that quantised parts are; none where they do not fit one another.
+/// Quantised parts as one quantised tensor; none if they do not fit each other.
 fn join_quantized<'py>(
     state: &State,
     parts: &[Bound<'py, PyAny>],
@@ -223,7 +223,7 @@ fn join_quantized<'py>(
     parts[0].get_type().call_method1(intern!(py, "_of_value"), arguments).map(Some)
 }
 
-/// A number that changes whenever a weight may have; none where a parameter counts no versions.
+/// A number that changes whenever a weight may have changed; none if a parameter has no version.
 fn version_of(state: &State, parts: &[Bound<'_, PyAny>], shares: &[Share]) -> PyResult<Option<u64>> {
     let (mut version, mut parts) = (0, parts.iter());
     for share in shares {

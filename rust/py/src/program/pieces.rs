@@ -1,11 +1,11 @@
-//! Rows that come, or leave, in chunks: what Python says of them, for the core.
+//! Converts Python's description of chunks for the core.
 
 use te_fast_core::program::{Pieces, Travel};
 
 use crate::torch::reader::event;
 
-/// Whether chunks come, of how many shares each has a piece, and the handle of each chunk's event; 0 on the host. One of
-/// each kind at most.
+/// Whether chunks arrive, the number of shares, and the handle of each chunk's event (0 on the host). At most one of
+/// each kind.
 pub(crate) type Chunks = Vec<(bool, usize, Vec<u64>)>;
 
 /// The same for the core.

@@ -1,4 +1,4 @@
-//! The tensors of a program's call: where they come from, and whether they are what a compiled program takes.
+//! The tensors of a program's call: their source, and the check that a compiled program takes them.
 
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -23,8 +23,8 @@ pub(crate) fn requires_grad(tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
     tensor.getattr(intern!(tensor.py(), "requires_grad"))?.is_truthy()
 }
 
-/// The parameters of a program, as their modules hold them now; none where one is gone or is no plain tensor, nor, in FP8,
-/// a quantised one.
+/// The present parameters of a program's modules; none if one is gone, or is neither a plain tensor nor, in FP8, a
+/// quantised one.
 #[inline]
 pub(crate) fn parameters<'py>(
     state: &State,
@@ -44,7 +44,7 @@ pub(crate) fn parameters<'py>(
     Ok(Some(list))
 }
 
-/// The same of a chain that needs them.
+/// The same for a chain that needs them, or an error.
 pub(crate) fn present_parameters<'py>(handle: &Bound<'py, ProgramHandle>) -> PyResult<Objects<'py>> {
     let py = handle.py();
     let program = handle.try_borrow()?;
@@ -67,7 +67,7 @@ pub(crate) fn present_parameters<'py>(handle: &Bound<'py, ProgramHandle>) -> PyR
     found.collect()
 }
 
-/// Whether all tensors have the type of the input. What cannot be read is said where it is read.
+/// Whether all tensors have the type of the input. Unreadable tensors raise later, when they are read.
 #[inline]
 pub(crate) fn are_of_one_type(
     state: &State,
@@ -87,29 +87,29 @@ pub(crate) fn are_of_one_type(
 /// Facts of so many tensors.
 pub(crate) type Flags = SmallVec<[bool; 8]>;
 
-/// Some tensors of a call, without a heap allocation for as many as most have.
+/// Some tensors of a call, without a heap allocation for usual numbers.
 pub(crate) type Objects<'py> = SmallVec<[Bound<'py, PyAny>; 8]>;
 
-/// Tensors that may not be there.
+/// Optional tensors.
 pub(crate) type Optional<'py> = SmallVec<[Option<Bound<'py, PyAny>>; 8]>;
 
 /// As many as `LayerNormMLP` has parameters.
 pub(crate) type Views<'a> = SmallVec<[TensorView<'a>; 6]>;
 
-/// The tensors of a call as the kernels read them.
+/// The tensors of a call in a form that kernels read.
 pub(crate) struct Tensors<'a> {
     pub(crate) x: TensorView<'a>,
     pub(crate) extras: Views<'a>,
     pub(crate) params: Views<'a>,
-    /// Where parameters lie that are read from copies; empty where none is.
+    /// Addresses of parameters that are read from copies; empty if there are none.
     origins: Vec<usize>,
-    /// Parameters that are quantised already: their views have no memory.
+    /// Quantised parameters, whose views have no memory.
     given: SmallVec<[(usize, Py<QuantizedValue>); 2]>,
-    /// An input that is quantised already: its view has no memory.
+    /// A quantised input, whose view has no memory.
     handed: Option<HandedValue>,
 }
 
-/// Tensors of a call of which some are copies.
+/// Tensors of a call, some of which are copies.
 pub(crate) struct Copies<'py> {
     pub(crate) x: Bound<'py, PyAny>,
     pub(crate) extras: Vec<Bound<'py, PyAny>>,
@@ -169,7 +169,7 @@ impl<'a> Tensors<'a> {
         self.handed.as_ref()
     }
 
-    /// Whether kernels can read all of them as they lie.
+    /// Whether kernels can read all of them without copies.
     #[inline]
     pub(crate) fn fit(&self) -> bool {
         fits(&self.x) && self.extras.iter().chain(&self.params).all(fits)
@@ -184,7 +184,7 @@ impl<'a> Tensors<'a> {
             && self.params.iter().all(|param| param.dtype() == x.dtype() && param.device() == x.device())
     }
 
-    /// Copies of those that kernels cannot read; quantised parameters stay as they are, or are dequantised.
+    /// Copies of tensors that kernels cannot read; quantised parameters stay as they are, or are dequantised.
     #[cold]
     pub(crate) fn copies<'py>(
         state: &State,
@@ -206,7 +206,7 @@ impl<'a> Tensors<'a> {
             Some(_) => Ok(0),
         };
         Ok(Copies {
-            // A quantised one was copied where it was read.
+            // A quantised tensor was copied when it was read.
             x: if given(state, x).is_some() { x.clone() } else { copied(x, "the input")? },
             extras: extras.iter().map(|extra| copied(extra, "an extra input")).collect::<PyResult<_>>()?,
             params: params.iter().map(parameter).collect::<PyResult<_>>()?,
@@ -220,13 +220,13 @@ impl<'a> Tensors<'a> {
         Ok(Self { origins: copies.origins.clone(), ..tensors })
     }
 
-    /// Where a parameter itself lies, and not the copy that is read.
+    /// The address of a parameter itself, not of the copy.
     #[inline]
     pub(crate) fn origin(&self, param: usize) -> usize {
         self.origins.get(param).copied().unwrap_or_else(|| self.params[param].data().address())
     }
 
-    /// Whether a parameter is read where it is, not in a copy.
+    /// Whether a parameter is read without a copy.
     pub(crate) fn is_in_place(&self, param: usize) -> bool {
         self.origin(param) == self.params[param].data().address()
     }
@@ -236,7 +236,7 @@ pub(crate) fn float(view: &TensorView<'_>, what: &'static str) -> Result<Float, 
     view.dtype().as_float().ok_or_else(|| Error::dtype(OP, what, "float32, float16 or bfloat16", view.dtype()))
 }
 
-/// Whether tensors have these types and want these gradients.
+/// Whether tensors have these types and need these gradients.
 pub(crate) fn same<D: Copy + Into<DType>>(list: &[(D, bool)], views: &[TensorView<'_>], grads: &[bool]) -> bool {
     list.len() == views.len()
         && list
@@ -246,7 +246,7 @@ pub(crate) fn same<D: Copy + Into<DType>>(list: &[(D, bool)], views: &[TensorVie
             .all(|((&(dtype, grad), view), &wanted)| grad == wanted && view.dtype() == dtype.into())
 }
 
-/// Types of extra inputs, and what wants a gradient; ops check the types.
+/// Types of extra inputs, and which need a gradient; ops check the types.
 pub(crate) fn typed_extras(views: &[TensorView<'_>], grads: &[bool]) -> Vec<(DType, bool)> {
     views.iter().zip(grads).map(|(view, &grad)| (view.dtype(), grad)).collect()
 }

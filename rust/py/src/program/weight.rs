@@ -1,4 +1,5 @@
-//! What a linear op keeps between calls: its quantised weight, its slots of delayed scaling, the gradients that wait.
+//! The handle of a linear op, which lives between calls: its quantised weight, its slots of delayed scaling, its
+//! delayed gradients.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -33,13 +34,13 @@ pub(crate) struct OpSlots {
 }
 
 impl OpSlots {
-    /// Whether calls in regions of `epoch` may use them: they are its op's still.
+    /// Whether calls in regions of `epoch` may use them, since they still belong to the op.
     #[inline]
     pub(crate) fn serve(&self, epoch: u64) -> bool {
         self.epoch == epoch && !self.forward.is_retired() && !self.backward.is_retired()
     }
 
-    /// The same in a scale and a history that a compiler's call brings: of forward, or of backward.
+    /// The same in a scale and a history that a compiled call passes, of forward or of backward.
     pub(crate) fn given<'a>(&self, scale: DevPtr<'a>, history: DevPtr<'a>, is_forward: bool) -> LinearSlots<'a> {
         let at = |index: usize| Slot { scale: scale.offset(4 * index), amax: history.offset(4 * index) };
         let base = self.forward_base;
@@ -60,15 +61,15 @@ impl OpSlots {
         }
     }
 
-    /// The same, with the forward scales of a call that is repeated.
+    /// The same, with the forward scales of a recomputed call.
     pub(crate) fn replayed<'a>(&'a self, replay: &'a RecordedScales) -> LinearSlots<'a> {
         let (input, weight) = (replay.slot(self.forward_base), replay.slot(self.forward_base + 1));
         LinearSlots { input, weight, ..self.slots() }
     }
 }
 
-/// A quantised weight in memory that a compiler's calls bring. The memory is the program's own for its layout, or a copy of
-/// that which the compiler made, so that its address says nothing.
+/// A quantised weight in memory that compiled calls pass. The memory is the program's own for its layout, or a copy by
+/// the compiler, so that its address does not identify it.
 #[derive(Debug)]
 pub(crate) struct TracedWeight {
     pub(crate) record: WeightRecord,
@@ -78,19 +79,19 @@ pub(crate) struct TracedWeight {
     pub(crate) writer: Stream,
 }
 
-/// A weight gradient put off until `backward_dw`.
+/// A weight gradient that is delayed until `backward_dw`.
 #[derive(Debug)]
 pub(crate) struct WaitingGrad {
     pub(crate) operands: WaitingOperands,
     pub(crate) overwrite_main_grad: bool,
 }
 
-/// What such a gradient is computed from.
+/// The operands of such a gradient.
 #[derive(Debug)]
 pub(crate) enum WaitingOperands {
     /// Nothing: the forward was on zero rows.
     NoRows,
-    /// What a program has kept.
+    /// Operands that a program has kept.
     Kept(WaitingRows),
     /// Input and gradient of a product that torch computed.
     Plain {
@@ -101,7 +102,7 @@ pub(crate) enum WaitingOperands {
     },
 }
 
-/// Operands of a weight gradient that was put off, as a program keeps them.
+/// Operands of a delayed weight gradient, as kept by a program.
 #[derive(Debug)]
 pub(crate) struct WaitingRows {
     pub(crate) program: Arc<Program>,
@@ -112,7 +113,7 @@ pub(crate) struct WaitingRows {
     pub(crate) grad: Py<PyAny>,
 }
 
-/// One tensor's slot out of a direction's; none of those that the owner does not have.
+/// One tensor's slot of a direction; none if the owner does not have it.
 fn slot(slots: &AmaxSlots, index: usize) -> Slot<'_> {
     if index >= slots.count() as usize {
         return Slot::NONE;
@@ -120,27 +121,27 @@ fn slot(slots: &AmaxSlots, index: usize) -> Slot<'_> {
     Slot { scale: slots.scale().offset(4 * index), amax: slots.history().offset(4 * index) }
 }
 
-/// What a linear op inside a program keeps between calls.
+/// The handle of a linear op inside of a program.
 #[pyclass(module = "te_fast._native", name = "WeightHandle", weakref)]
 #[derive(Debug)]
 pub(crate) struct WeightHandle {
     name: String,
     pub(crate) cache: WeightCache,
-    /// Memory of kept weights that captured graphs read, by its address: replays come when others may be kept.
+    /// Memory of kept weights that captured graphs read, by address, since replays come when other weights may be kept.
     pub(crate) read_by_graphs: GraphMemory<(usize, Py<PyAny>)>,
     pub(crate) slots: Option<OpSlots>,
-    /// As whom its weight is quantised together with others.
+    /// Its member in launches that quantise all weights.
     pub(crate) joining: Option<Joining>,
-    /// What a compiler's calls have last quantised into memory that they bring.
+    /// The last weights that compiled calls have quantised into their memory.
     pub(crate) traced: Option<TracedWeight>,
     pub(crate) waiting: VecDeque<WaitingGrad>,
-    /// The weight's gradient is added to `main_grad`.
+    /// Whether the weight's gradient is added to `main_grad`.
     #[pyo3(get, set)]
     pub(crate) fuse_wgrad_accumulation: bool,
-    /// The weight's gradient waits for `backward_dw`.
+    /// Whether the weight's gradient is delayed until `backward_dw`.
     #[pyo3(get, set)]
     pub(crate) delay_wgrad_compute: bool,
-    /// The input stays as it is for backward, which quantises it again.
+    /// Whether the input is saved as it is for backward, which quantises it again.
     #[pyo3(get, set)]
     pub(crate) save_original_input: bool,
 }
@@ -169,7 +170,8 @@ impl WeightHandle {
         &self.name
     }
 
-    /// Forgets the quantised weight: the next forward quantises it again. What a capture left stays without `of_graphs`.
+    /// Drops the quantised weight, so that the next forward quantises it again. Without `of_graphs`, weights from a
+    /// capture stay.
     #[pyo3(signature = (of_graphs=true))]
     fn drop_weight_cache(slf: &Bound<'_, Self>, of_graphs: bool) -> PyResult<()> {
         let (former, traced, joining) = {
@@ -180,7 +182,7 @@ impl WeightHandle {
         Ok(())
     }
 
-    /// Forgets amax slots: the next forward sets them up again.
+    /// Drops amax slots; the next forward sets them up again.
     fn drop_slots(&mut self) {
         self.slots = None;
     }
@@ -201,12 +203,12 @@ impl WeightHandle {
         Ok(())
     }
 
-    /// Number of weight gradients that wait for `backward_dw`.
+    /// Number of delayed weight gradients.
     fn deferred_count(&self) -> usize {
         self.waiting.len()
     }
 
-    /// Forgets those that a backward put off which then failed: all but the oldest `kept`.
+    /// Drops the delayed gradients of a backward that then failed: all but the oldest `kept`.
     fn forget_deferred(slf: &Bound<'_, Self>, kept: usize) -> PyResult<()> {
         let mut handle = slf.try_borrow_mut()?;
         let behind = kept.min(handle.waiting.len());
@@ -216,7 +218,7 @@ impl WeightHandle {
         Ok(())
     }
 
-    /// Puts the weight gradient `gradᵀ · x` off, behind those that wait already.
+    /// Delays the weight gradient `gradᵀ · x`, after those that are delayed already.
     fn defer(&mut self, x: Py<PyAny>, grad: Py<PyAny>, overwrite_main_grad: bool) {
         self.waiting.push_back(WaitingGrad { operands: WaitingOperands::Plain { x, grad }, overwrite_main_grad });
     }
@@ -240,14 +242,14 @@ impl WeightHandle {
     }
 }
 
-/// What a linear op keeps of its weight.
+/// The cache of a linear op's weight.
 pub(crate) type WeightCache = CoreCache<WeightMemory>;
 
-/// What Python is told of a kept weight.
+/// A kept weight's description for Python.
 pub(crate) type Described<'py> = (Bound<'py, PyAny>, usize, bool, bool);
 
-/// The quantised weight, if the one that `handle` keeps serves a call that would quantise `wanted` itself. Nothing is borrowed
-/// while torch is asked: that may let other threads in.
+/// The quantised weight of `handle`, if a call that would quantise `wanted` can use it. Nothing is borrowed during
+/// calls of torch, which may let other threads in.
 #[inline]
 pub(crate) fn reusable(
     state: &State,
@@ -285,8 +287,8 @@ pub(crate) fn reusable(
     Ok(Some(kept))
 }
 
-/// Has a weight's memory live as long as the graph under capture on `stream`. The memory alone: where the weight is
-/// quantised anew in it, replays read that.
+/// Keeps a weight's memory alive as long as the graph under capture on `stream`. If the weight is quantised again in
+/// this memory, replays read the new values.
 #[cold]
 fn keep_for_graph(handle: &Bound<'_, WeightHandle>, kept: &CachedWeight, stream: Stream) -> Result<(), Failure> {
     for buffer in kept.memory.buffers() {
@@ -300,7 +302,7 @@ fn keep_for_graph(handle: &Bound<'_, WeightHandle>, kept: &CachedWeight, stream:
     Ok(())
 }
 
-/// The kept weight, whose memory a fresh one may take where nobody else reads it. Drops what graphs read that are gone.
+/// The kept weight, whose memory a new one may take if it has no other reader. Drops the memory of destroyed graphs.
 pub(crate) fn recycle(
     handle: &Bound<'_, WeightHandle>,
     (place, capturing): (Place, bool),

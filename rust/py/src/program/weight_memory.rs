@@ -1,4 +1,4 @@
-//! The memory of quantised weights: torch's, owned here, for the cache that core keeps.
+//! The memory of quantised weights. torch allocates it, and this module owns it for core's cache.
 
 use std::sync::Arc;
 
@@ -16,10 +16,10 @@ use crate::error::Failure;
 use crate::torch::process::State;
 use crate::torch::reader::Held;
 
-/// Memory of a quantised weight, and where it was read from.
+/// Memory of a quantised weight, and the storage of the original weight.
 #[derive(Debug)]
 pub(crate) struct WeightMemory {
-    /// The row layout, which forward alone reads.
+    /// The row layout, which only forward reads.
     pub(crate) row: Option<Arc<Held>>,
     /// The column layout, for backward.
     pub(crate) col: Option<Arc<Held>>,
@@ -28,7 +28,7 @@ pub(crate) struct WeightMemory {
 }
 
 impl WeightMemory {
-    /// Each buffer that is there.
+    /// The existing buffers.
     pub(crate) fn buffers(&self) -> impl Iterator<Item = &Arc<Held>> {
         [&self.row, &self.col].into_iter().flatten()
     }
@@ -46,7 +46,7 @@ fn address(buffer: Option<&Arc<Held>>) -> DevPtr<'_> {
     buffer.map_or(DevPtr::null(), |held| held.ptr())
 }
 
-/// What backward reads of a weight that nobody keeps: not the row layout, whose memory goes with the forward.
+/// The part of a weight that backward reads if the weight is not kept: without the row layout, which forward frees.
 pub(crate) fn for_backward(py: Python<'_>, weight: Arc<CachedWeight>) -> Arc<CachedWeight> {
     let WeightMemory { col, storage, .. } = &weight.memory;
     if col.is_none() {
@@ -56,8 +56,8 @@ pub(crate) fn for_backward(py: Python<'_>, weight: Arc<CachedWeight>) -> Arc<Cac
     Arc::new(KeptWeight::new(weight.record, memory))
 }
 
-/// Whether somebody may have taken the weight's gradient and written the weight through `weight.data`, which moves no
-/// version: a gradient was there, none is now, and no optimizer of torch's has ever told of a step.
+/// Whether user code may have used the weight's gradient to write the weight through `weight.data`, which increases no
+/// version: there was a gradient, it is gone, and no torch optimizer has ever made a step.
 pub(crate) fn may_be_updated(
     kept: &CachedWeight,
     state: &State,
@@ -68,17 +68,17 @@ pub(crate) fn may_be_updated(
         return Ok(false);
     }
     let names = &state.torch.names;
-    // Of a tensor that torch computed, none can be seen.
+    // A tensor that torch computed has no visible gradient.
     Ok(!parameter.getattr(&names.is_leaf)?.is_truthy()? || parameter.getattr(&names.grad)?.is_none())
 }
 
-/// Whether the memory that a weight was read from was freed: its address may be another tensor's by now.
+/// Whether the memory that a weight was read from was freed, so that another tensor may have its address.
 pub(crate) fn is_gone(storage: &Py<PyAny>, py: Python<'_>, state: &State) -> PyResult<bool> {
     let reference = storage.bind(py).getattr(&state.torch.names.cdata)?;
     state.torch.storage_expired.bind(py).call1((reference,))?.is_truthy()
 }
 
-/// Orders another stream's reads of a kept weight behind the stream that wrote it.
+/// Orders another stream's reads of a kept weight after the stream that wrote it.
 #[cold]
 pub(crate) fn share_with(py: Python<'_>, kept: &CachedWeight, place: Place, writer: Stream) -> Result<(), Failure> {
     let Device::Cuda(ordinal) = place.device else { return Ok(()) };
@@ -90,7 +90,7 @@ pub(crate) fn share_with(py: Python<'_>, kept: &CachedWeight, place: Place, writ
     Ok(())
 }
 
-/// Buffers for a quantised weight, those of `former` if nobody else has them, and the storage that it is read from.
+/// Buffers for a quantised weight (those of `former` if it has no other owner), and the storage of the original weight.
 pub(crate) fn make_weight(
     py: Python<'_>,
     state: &State,

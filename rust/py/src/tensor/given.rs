@@ -1,4 +1,4 @@
-//! Weights that users have quantised themselves, as a program's call reads them: it never enters torch's dispatch.
+//! Weights that are quantised tensors, read by a program's call without torch's dispatch.
 
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -30,7 +30,7 @@ pub(crate) fn given<'py>(state: &State, tensor: &Bound<'py, PyAny>) -> Option<Bo
     value.cast_into::<QuantizedValue>().ok()
 }
 
-/// What torch sees of a quantised tensor: its shape and nominal type, and no memory.
+/// The view of a quantised tensor: its shape and nominal type, without memory.
 pub(crate) fn nominal_view<'a>(
     state: &State,
     tensor: &'a Bound<'_, PyAny>,
@@ -52,11 +52,11 @@ pub(crate) fn weight_view<'a>(state: &State, weight: &'a Bound<'_, PyAny>) -> Re
     }
 }
 
-/// The tensors of both layouts; those that are not there, or not valid, are none.
+/// The tensors of both layouts; none for missing or invalid ones.
 pub(crate) struct GivenWeight<'py>([Option<(Bound<'py, PyAny>, Bound<'py, PyAny>)>; 2]);
 
 impl<'py> GivenWeight<'py> {
-    /// The layouts of `value` that a call reads, after a look at whether they fit a recipe and so many experts.
+    /// The layouts of `value` that a call reads, checked against a recipe and a number of experts.
     pub(crate) fn of_forward(
         state: &State,
         value: &Bound<'py, QuantizedValue>,
@@ -79,7 +79,7 @@ impl<'py> GivenWeight<'py> {
         Ok(weight)
     }
 
-    /// The column layout, made where it is missing; where a program has none, the row layout.
+    /// The column layout, made if it is missing; the row layout if a program reads no column layout.
     pub(crate) fn of_backward(
         state: &State,
         value: &Bound<'py, QuantizedValue>,
@@ -112,7 +112,7 @@ impl<'py> GivenWeight<'py> {
         Ok(weight)
     }
 
-    /// Refuses memory that is not that of such a weight: users exchange it.
+    /// Refuses memory that does not fit such a weight, since users may exchange it.
     fn check(
         &self,
         state: &State,
@@ -142,7 +142,7 @@ impl<'py> GivenWeight<'py> {
     }
 }
 
-/// Refuses a weight that was quantised otherwise than a recipe does.
+/// Refuses a weight that is not quantised as a recipe quantises.
 pub(crate) fn check_weight_kind((block, fp8): (Block, Fp8), recipe: &Recipe) -> Result<(), Error> {
     if block == recipe.weight.block && fp8 == recipe.fwd {
         return Ok(());
@@ -155,7 +155,7 @@ pub(crate) fn check_weight_kind((block, fp8): (Block, Fp8), recipe: &Recipe) -> 
     Err(Error::state(OP, message))
 }
 
-/// Refuses bytes and scales that are not those of a weight like `nominal`.
+/// Refuses bytes and scales that do not fit a weight like `nominal`.
 pub(crate) fn check_layout(
     (block, groups): (Block, usize),
     (bytes, scales): (&TensorView<'_>, &TensorView<'_>),

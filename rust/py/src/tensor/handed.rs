@@ -1,4 +1,4 @@
-//! Values in FP8 that calls are handed by users, and hand out to them: inputs and outputs of layers, and their gradients.
+//! FP8 values that users pass to calls or get from them: inputs and outputs of layers, and their gradients.
 
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -22,7 +22,7 @@ use crate::torch::process::{State, contiguous_strides};
 use crate::torch::reader::{instance_dict, view_of};
 
 const OP: &str = "ops";
-/// Rows of a column layout are as long as GEMMs take them: a multiple of this.
+/// The length of a column layout's rows is a multiple of this, as GEMMs need.
 const GRANULE: usize = 16;
 
 /// Bytes and scales of a layout.
@@ -32,19 +32,19 @@ struct Part {
     scale: Py<PyAny>,
 }
 
-/// A value in FP8 that a call brings. It is read and never written.
+/// An FP8 value that a call passes. It is read and never written.
 #[derive(Debug)]
 pub(crate) struct HandedValue {
     pub(crate) kind: QuantizedKind,
     row: Part,
     col: Option<Part>,
-    /// What the row layout held, by number.
+    /// The number of the row layout's values.
     content: Content,
     values: u64,
 }
 
 impl HandedValue {
-    /// The value of `tensor`, and what torch sees of that: a view without memory.
+    /// The value of `tensor`, and its view without memory.
     pub(crate) fn read<'a>(
         state: &State,
         tensor: &'a Bound<'_, PyAny>,
@@ -105,13 +105,13 @@ impl HandedValue {
         Ok(())
     }
 
-    /// What tells whether the bytes were written since.
+    /// A record by which later writes to the bytes are noticed.
     pub(crate) fn stamp(&self) -> Stamp {
         Stamp { content: self.content.clone(), values: self.values }
     }
 }
 
-/// What the bytes of a value held.
+/// The content of a value's bytes.
 #[derive(Clone, Debug)]
 pub(crate) struct Stamp {
     content: Content,
@@ -151,8 +151,8 @@ fn scale_sizes(kind: QuantizedKind, rows: usize, cols: usize) -> [usize; 2] {
     }
 }
 
-/// The scales of a layout of so many rows and columns. Those whose last dimension is not padded, as permutations leave them,
-/// are copied to where it is.
+/// The scales of a layout. Scales whose last dimension is not padded, as after permutations, are copied into padded
+/// memory.
 fn scales(
     state: &State,
     scale: Bound<'_, PyAny>,
@@ -180,8 +180,8 @@ fn scales(
     Ok(padded.unbind())
 }
 
-/// The column layout, where GEMMs can read it. One scale's is made of the row layout where they cannot; blocks of 1x128
-/// have it of the original values, so that it is laid out anew.
+/// The column layout, if GEMMs can read it. With one scale, it is otherwise made from the row layout. With blocks of
+/// 1x128 it holds its own values, so it is copied into the right layout.
 fn columns(
     state: &State,
     (data, scale): (Bound<'_, PyAny>, Bound<'_, PyAny>),
@@ -198,7 +198,7 @@ fn columns(
         );
     }
     let length = rows.next_multiple_of(GRANULE);
-    // What lies behind the rows in memory of others may be anything.
+    // Memory of others may hold anything after the rows.
     let is_laid_out = rows == length && fits(&view);
     if !is_laid_out && kind.block != Block::Row {
         return Ok(None);
@@ -214,7 +214,7 @@ fn columns(
     Ok(Some(Part { data: padded.unbind(), scale }))
 }
 
-/// Python's half: the classes of quantised tensors.
+/// Python's classes of quantised tensors.
 struct Classes {
     per_tensor: Py<PyAny>,
     block: Py<PyAny>,
@@ -240,7 +240,7 @@ fn classes(py: Python<'_>) -> Result<&Classes, Failure> {
     CLASSES.get(py).ok_or_else(missing)
 }
 
-/// What makes new values in tensors that an owner's calls hand out.
+/// The quantizer of the tensors that an owner's calls return.
 pub(crate) fn quantizer_of(owner: &Bound<'_, PyAny>, kind: QuantizedKind, is_grad: bool) -> Result<Py<PyAny>, Failure> {
     let py = owner.py();
     Ok(owner.call_method1(intern!(py, "_outer_quantizer"), (is_grad, kind.usage.columnwise))?.unbind())
@@ -257,7 +257,7 @@ pub(crate) struct Made<'py> {
 }
 
 impl<'py> Made<'py> {
-    /// Memory for a value of this shape; `is_delayed` where its scale is known beforehand.
+    /// Memory for a value of this shape; `is_delayed` if its scale is known beforehand.
     pub(crate) fn allocate(
         state: &State,
         py: Python<'py>,
@@ -284,7 +284,7 @@ impl<'py> Made<'py> {
         Ok(Self { kind, row, row_scale, is_table, col })
     }
 
-    /// What it is.
+    /// The format of the value.
     pub(crate) const fn kind(&self) -> QuantizedKind {
         self.kind
     }
@@ -304,7 +304,7 @@ impl<'py> Made<'py> {
         Ok(())
     }
 
-    /// The tensor that users see, of a nominal type.
+    /// The tensor for users, with a nominal type.
     pub(crate) fn tensor(
         self,
         state: &State,
@@ -329,7 +329,7 @@ impl<'py> Made<'py> {
     }
 }
 
-/// A column layout of so many rows and columns of a tensor of `shape`: as long as GEMMs want its rows.
+/// A column layout for a tensor of `shape`, with rows of the length that GEMMs need.
 fn columns_of<'py>(
     state: &State,
     py: Python<'py>,

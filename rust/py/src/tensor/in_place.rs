@@ -1,4 +1,4 @@
-//! What operations that write in place are called with, where torch passes them quantised tensors.
+//! Prepares the arguments of operations in place that torch calls with quantised tensors.
 
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -9,7 +9,7 @@ use crate::tensor::value::QuantizedValue;
 use crate::torch::process::{State, state};
 use crate::torch::reader::{instance_dict, view_of};
 
-/// Quantised tensors that an operation writes, and plain ones with their values that it writes in their place.
+/// Quantised tensors that an operation writes, and plain tensors with their values that it writes instead.
 struct Written<'py> {
     tensors: Bound<'py, PyList>,
     sources: Bound<'py, PyList>,
@@ -21,16 +21,16 @@ enum Argument<'py> {
     Kept,
     /// With values dequantised.
     Replaced(Bound<'py, PyAny>),
-    /// Of a kind that only the general way knows.
+    /// A kind that only the general path handles.
     Unknown,
 }
 
-/// Arguments; quantised tensors that are written, and plain ones in their place.
+/// Arguments; quantised tensors that are written, and plain tensors in their place.
 type Plain<'py> = (Bound<'py, PyTuple>, Bound<'py, PyList>, Bound<'py, PyList>);
 
-/// Positional arguments with every quantised tensor dequantised, and what is to be quantised again behind the operation: of the
-/// arguments whose bits are set in `written`. None where a tracer watches, where a tensor is a view of other bytes, or
-/// where a keyword argument is quantised.
+/// Positional arguments with every quantised tensor dequantised, and the tensors to quantise again after the operation,
+/// from the arguments whose bits are set in `written`. None under a tracer, if a tensor is a view of other bytes, or if
+/// a keyword argument is quantised.
 #[pyfunction]
 #[pyo3(signature = (args, kwargs, written, /))]
 pub(crate) fn plain_arguments<'py>(
@@ -71,7 +71,7 @@ fn plain<'py>(state: &State, arg: &Bound<'py, PyAny>, written: Option<&Written<'
     one(state, arg, written)
 }
 
-/// A list is copied at the first quantised tensor in it: the caller's stays as it is.
+/// A list is copied at its first quantised tensor, so that the caller's list does not change.
 fn plain_list<'py>(
     state: &State,
     list: &Bound<'py, PyList>,
@@ -100,7 +100,7 @@ fn one<'py>(state: &State, arg: &Bound<'py, PyAny>, written: Option<&Written<'py
         return Ok(Argument::Kept);
     }
     let Some(value) = given(state, arg) else {
-        // Tensors of others' classes, and what torch alone knows: types, devices, generators.
+        // Tensors of foreign classes, and torch's own objects: types, devices, generators.
         return Ok(Argument::Kept);
     };
     let py = arg.py();

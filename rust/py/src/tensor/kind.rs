@@ -1,4 +1,4 @@
-//! How values are quantised, by the numbers and names that Python has for it.
+//! Formats of quantised values, by Python's numbers and names.
 
 use pyo3::PyResult;
 use pyo3::exceptions::PyValueError;
@@ -24,7 +24,7 @@ pub(crate) const fn fp8_name(fp8: Fp8) -> &'static str {
     }
 }
 
-/// How many scales the row layout of so many rows and columns has.
+/// Number of scales of a row layout.
 pub(crate) fn scale_count(block: Block, rows: usize, cols: usize) -> usize {
     block_shape(block).map_or(1, |block| scale_shape(block, rows, cols).iter().product())
 }

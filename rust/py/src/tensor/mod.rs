@@ -1,4 +1,4 @@
-//! Quantised tensors of users: what `te_fast.tensor` stands on.
+//! Quantised tensors of users: the native half of `te_fast.tensor`.
 
 pub(crate) mod given;
 pub(crate) mod handed;

@@ -1,4 +1,4 @@
-//! Maxima and the scales that follow from them, apart from the cast: ranks reduce the maxima in between.
+//! Maxima, and scales from maxima, separate from the cast, since ranks reduce the maxima in between.
 
 use pyo3::prelude::*;
 use te_fast_core::Error;
@@ -22,7 +22,7 @@ pub(crate) fn amax<'py>(x: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
     };
     let call = DirectCall::new(state, x.py(), "amax", view.device())?;
     let processors = state.dispatcher(x.py())?.0.multiprocessors(view.device()).python()?;
-    // The rule belongs to the scale, which is not made here.
+    // The rule only matters for the scale, which is not computed here.
     let rule = ScaleRule { output: fp8_named("e4m3")?, eps: 0.0, pow2: false };
     let plan = AmaxPlan::new(view.numel(), input, rule, processors).python()?;
     let out = call.empty(&[1], DType::F32)?;
@@ -31,7 +31,7 @@ pub(crate) fn amax<'py>(x: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
     Ok(out)
 }
 
-/// The scale of current scaling that follows from a maximum, one float32.
+/// The scale of current scaling from a maximum, one float32.
 #[pyfunction]
 #[pyo3(signature = (amax, fp8, eps, pow2, /))]
 pub(crate) fn scale_of_amax<'py>(

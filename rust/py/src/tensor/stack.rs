@@ -1,4 +1,4 @@
-//! Quantised weights of experts with a parameter each: one value of all, as a program reads it.
+//! Joins quantised weights of experts, one parameter each, to one value for a program.
 
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -10,8 +10,8 @@ use crate::torch::process::State;
 
 type Tensors<'py> = SmallVec<[Bound<'py, PyAny>; 8]>;
 
-/// One value of all `parts`, in their memory where that lies one behind the other, else copied; none where they are not of
-/// one kind and shape, or have no layout in common.
+/// One value of all `parts`, in their memory if it is adjacent, else copied; none if they differ in format or shape, or
+/// have no common layout.
 pub(crate) fn stacked<'py>(
     state: &State,
     py: Python<'py>,
@@ -39,7 +39,7 @@ pub(crate) fn stacked<'py>(
         *layout = (Some(data.unbind()), scale.map(Bound::unbind));
     }
     if first.is_per_tensor() {
-        // One scale is both layouts', and kept beside the row layout.
+        // Both layouts share one scale, which is stored with the row layout.
         let of_columns = layouts[1].1.take();
         layouts[0].1 = layouts[0].1.take().or(of_columns);
     }
@@ -58,7 +58,7 @@ pub(crate) fn stack_values(py: Python<'_>, parts: Vec<Bound<'_, QuantizedValue>>
     stacked(crate::torch::process::state(py)?, py, &parts)
 }
 
-/// Tensors of one shape as one: along their first dimension, or along a new one. None where they do not fit one another.
+/// Joins tensors of one shape along their first dimension, or along a new one. None if they do not fit each other.
 fn joined<'py>(state: &State, tensors: &[Bound<'py, PyAny>], along_first: bool) -> PyResult<Option<Bound<'py, PyAny>>> {
     let py = tensors[0].py();
     let Some(first) = state.reader.read(&tensors[0])? else { return Ok(None) };
@@ -86,7 +86,7 @@ fn joined<'py>(state: &State, tensors: &[Bound<'py, PyAny>], along_first: bool) 
     Ok(Some(py.import(intern!(py, "torch"))?.call_method1(name, (PyList::new(py, detached)?,))?))
 }
 
-/// The address behind a tensor's storage. What lies within is of the storage; another's memory may lie next to it.
+/// The end address of a tensor's storage; adjacent memory beyond it may belong to another storage.
 pub(crate) fn end_of_storage(tensor: &Bound<'_, PyAny>) -> PyResult<usize> {
     let py = tensor.py();
     let storage = tensor.call_method0(intern!(py, "untyped_storage"))?;

@@ -1,7 +1,6 @@
-//! A quantised value that users hold: its bytes and scales in one layout or both, and the casts into it and out of it.
-//!
-//! The inner tensors are everybody's: users read and exchange them, and torch may take their memory away. So addresses are
-//! read anew at every use.
+//! The value of a user's quantised tensor: bytes and scales in one or both layouts, and the casts into it and out of
+//! it. Users may read and replace the inner tensors, and torch may free their memory. So addresses are read again at
+//! every use.
 
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -30,7 +29,7 @@ use crate::torch::process::{State, contiguous_strides, state};
 use crate::torch::reader::view_of;
 
 const OP: &str = "quantize";
-/// What kernels ask of the addresses and rows of a layout that they write.
+/// Alignment of addresses and rows of a layout that kernels write.
 const ALIGNMENT: usize = 16;
 
 type Object = Option<Py<PyAny>>;
@@ -40,7 +39,7 @@ type Sizes = SmallVec<[i64; 4]>;
 #[derive(Debug, Default)]
 struct Layout {
     data: Object,
-    /// Per-tensor scaling has one scale, which the row layout keeps whether or not it has data.
+    /// Per-tensor scaling has one scale, which the row layout stores even without data.
     scale: Object,
     content: Content,
 }
@@ -58,23 +57,22 @@ impl Layout {
 pub(crate) struct QuantizedValue {
     block: Block,
     fp8: Fp8,
-    /// How many values lie one behind the other, each with scales of its own: the weights of experts. Its column layout is
-    /// theirs, one behind the other.
+    /// Number of adjacent values with their own scales, such as the weights of experts.
     groups: usize,
     row: Layout,
     col: Layout,
-    /// A column layout that a backward makes stays for the next one. Not where the bytes are gathered anew for each.
+    /// Whether a column layout that a backward makes is kept; not if the bytes are gathered again for each backward.
     #[pyo3(get, set)]
     keeps_col: bool,
 }
 
-/// How scales come about: computed from the tensor, least amax, as powers of two.
+/// Rule of scales: whether from the tensor, smallest amax, whether powers of two.
 pub(super) type Rule = (bool, f32, bool);
 
 #[pymethods]
 impl QuantizedValue {
-    /// Bytes and inverse scales of both layouts, None for what is not there; `block` is 0 (one scale), 1 (1x128) or 2 (128x128).
-    /// Of several `groups`, all of them are stacks.
+    /// Bytes and inverse scales of both layouts, None for missing ones; `block` is 0 (one scale), 1 (1x128) or 2
+    /// (128x128). Of several `groups`, all of them are stacks.
     #[new]
     #[pyo3(signature = (block, fp8, row, row_scale, col, col_scale, groups=1))]
     fn new(
@@ -101,7 +99,7 @@ impl QuantizedValue {
         self.block as u8
     }
 
-    /// How many values it is a stack of; 1 for one.
+    /// Number of values in the stack; 1 without a stack.
     #[getter]
     pub(crate) const fn groups(&self) -> usize {
         self.groups
@@ -125,7 +123,7 @@ impl QuantizedValue {
         self.row.data.as_ref().map(|tensor| tensor.clone_ref(py))
     }
 
-    /// Other bytes, which the column layout is not known to agree with.
+    /// Replaces the bytes; the column layout then counts as out of date.
     #[setter]
     fn set_row(slf: &Bound<'_, Self>, data: Object) -> PyResult<()> {
         let mut value = slf.try_borrow_mut()?;
@@ -155,7 +153,7 @@ impl QuantizedValue {
         self.col.data.as_ref().map(|tensor| tensor.clone_ref(py))
     }
 
-    /// Other bytes, which hold what the row layout does.
+    /// Replaces the bytes, which have the values of the row layout.
     #[setter]
     fn set_col(slf: &Bound<'_, Self>, data: Object) -> PyResult<()> {
         let mut value = slf.try_borrow_mut()?;
@@ -181,13 +179,13 @@ impl QuantizedValue {
         Ok(())
     }
 
-    /// Whether there is a column layout that holds what the row layout does.
+    /// Whether there is a column layout with the values of the row layout.
     #[getter]
     fn col_is_valid(slf: &Bound<'_, Self>) -> PyResult<bool> {
         Ok(Self::snapshot(slf)?.is_col_valid(slf.py()))
     }
 
-    /// Says that the column layout holds what the row layout does, or that this value's does not.
+    /// Notes whether the column layout has the values of the row layout.
     #[setter]
     fn set_col_is_valid(slf: &Bound<'_, Self>, valid: bool) -> PyResult<()> {
         if valid {
@@ -204,12 +202,12 @@ impl QuantizedValue {
         Self { block: self.block, fp8: self.fp8, groups: self.groups, row, col, keeps_col: self.keeps_col }
     }
 
-    /// Says that others have written the bytes of the row layout.
+    /// Notes that others have written the bytes of the row layout.
     fn note_write(&self) {
         self.row.content.write();
     }
 
-    /// What is known of the bytes is that of `other`, whose bytes they are, seen as another shape.
+    /// Shares the record of `other`, whose bytes these are in another shape.
     fn note_same_bytes(&mut self, other: &Bound<'_, Self>) -> PyResult<()> {
         let other = other.try_borrow()?;
         self.row.content = other.row.content.clone();
@@ -217,8 +215,9 @@ impl QuantizedValue {
         Ok(())
     }
 
-    /// Quantises `x` into these layouts (row, column), in the memory that is there where it fits; other layouts are dropped.
-    /// What is there has the shape of `x`. Delayed scaling brings `scale` and a maximum to raise, of a stack one for each value.
+    /// Quantises `x` into these layouts (row, column), in existing memory if it fits; other layouts are dropped.
+    /// Existing layouts must have the shape of `x`. Delayed scaling passes `scale` and a maximum to raise, for a stack
+    /// one for each value.
     #[pyo3(signature = (x, usage, rule, scale=None, amax=None, noop=None, /))]
     pub(super) fn quantize(
         slf: &Bound<'_, Self>,
@@ -235,8 +234,8 @@ impl QuantizedValue {
         Ok(())
     }
 
-    /// Makes the column layout of the row layout, in the memory that is there where it fits. Blocks of 1x128 have one of the
-    /// original values only.
+    /// Makes the column layout from the row layout, in existing memory if it fits. Blocks of 1x128 need the original
+    /// values for it.
     pub(crate) fn transpose(slf: &Bound<'_, Self>) -> PyResult<()> {
         let py = slf.py();
         let value = Self::snapshot(slf)?;
@@ -290,7 +289,8 @@ impl QuantizedValue {
     }
 }
 
-/// A layout that is to be written: the tensor that users see, and what is written, another one where kernels cannot write that.
+/// A layout to write: the users' tensor, and the tensor that kernels write, which differs if kernels cannot write the
+/// users'.
 pub(super) struct Target<'py> {
     seen: Bound<'py, PyAny>,
     pub(super) written: Bound<'py, PyAny>,
@@ -342,18 +342,18 @@ impl QuantizedValue {
         Self::take(slf, targets)
     }
 
-    /// The same bytes and scales in a value that nobody else has: it may be borrowed while Python runs.
+    /// The same bytes and scales in a new value, which may be borrowed while Python runs.
     pub(crate) fn snapshot(slf: &Bound<'_, Self>) -> PyResult<Self> {
         Ok(slf.try_borrow()?.share(slf.py()))
     }
 
-    /// Whether there is a column layout that holds what the row layout does.
+    /// Whether there is a column layout with the values of the row layout.
     pub(crate) fn is_col_valid(&self, py: Python<'_>) -> bool {
         self.col.data.is_some()
             && (self.row.data.is_none() || self.col.content.agrees(&self.row.content, self.versions(py)))
     }
 
-    /// Bytes and scales of a layout that is there, valid.
+    /// Bytes and scales of a valid layout.
     pub(crate) fn part<'py>(
         &self,
         py: Python<'py>,
@@ -367,7 +367,7 @@ impl QuantizedValue {
         Some((data?.bind(py).clone(), scale?.into_bound(py)))
     }
 
-    /// What it is, of which these layouts are there.
+    /// Format of the value, with the existing layouts.
     pub(crate) const fn kind(&self, usage: Usage) -> QuantizedKind {
         QuantizedKind { dtype: self.fp8, block: self.block, usage }
     }
@@ -377,7 +377,7 @@ impl QuantizedValue {
         self.row.data.is_some() || self.col.data.is_some()
     }
 
-    /// The bytes of both layouts, as far as they are there.
+    /// The bytes of the existing layouts.
     pub(super) fn bytes<'py>(&self, py: Python<'py>) -> impl Iterator<Item = Bound<'py, PyAny>> {
         [self.row(py), self.col(py)].into_iter().flatten().map(move |data| data.into_bound(py))
     }
@@ -387,12 +387,12 @@ impl QuantizedValue {
         (self.block as u8, self.groups) == (block, groups)
     }
 
-    /// What is known of the row layout.
+    /// The record of the row layout.
     pub(crate) const fn row_content(&self) -> &Content {
         &self.row.content
     }
 
-    /// A value that a call has made: bytes and scales of its row layout and of its column layout, which hold the same.
+    /// A value that a call has made: bytes and scales of its row layout and of its column layout, with equal values.
     pub(crate) fn of_call<'py>(
         py: Python<'py>,
         kind: QuantizedKind,
@@ -411,7 +411,8 @@ impl QuantizedValue {
         value
     }
 
-    /// The column layout of the row layout; in the memory of the former one, if it `reuses` that. One scale is both layouts'.
+    /// The column layout, from the row layout; with `reuses`, in the memory of the former one. Both layouts share one
+    /// scale.
     pub(crate) fn columns<'py>(
         &self,
         py: Python<'py>,
@@ -457,13 +458,13 @@ impl QuantizedValue {
         Ok((col, col_scale))
     }
 
-    /// The number of the values that the row layout holds; none of bytes that are gathered anew for each use.
+    /// The number of the row layout's values; none for bytes that are gathered again for each use.
     pub(crate) fn stamp(slf: &Bound<'_, Self>) -> PyResult<Option<u64>> {
         let value = slf.try_borrow()?;
         Ok(value.keeps_col.then(|| value.row.content.values()))
     }
 
-    /// Whether a column layout that is made on the way stays.
+    /// Whether a column layout that a call makes is kept.
     pub(crate) const fn keeps_col(&self) -> bool {
         self.keeps_col
     }
@@ -479,17 +480,17 @@ impl QuantizedValue {
         (self.block, self.fp8)
     }
 
-    /// The shape of its scales, and of how many values it is a stack.
+    /// The shape of its scales, and its number of values.
     pub(crate) const fn block_and_groups(&self) -> (Block, usize) {
         (self.block, self.groups)
     }
 
-    /// How many scales a layout has, whose values have so many rows and columns each.
+    /// Number of scales of a layout, from the rows and columns of each value.
     pub(crate) fn scale_count(&self, rows: usize, cols: usize) -> usize {
         self.groups * scale_count(self.block, rows, cols)
     }
 
-    /// The shape of these.
+    /// The shape of these scales.
     fn scale_size(&self, rows: usize, cols: usize) -> Sizes {
         let stack = (self.groups != 1 || self.block == Block::Tensor).then_some(self.groups as i64);
         let one = block_shape(self.block).map(|block| scale_shape(block, rows, cols).map(|size| size as i64));
@@ -506,8 +507,7 @@ impl QuantizedValue {
         Sizes::from_slice(&[groups, cols, rows])
     }
 
-    /// One value whose bytes and scales are those of several of one kind, one behind the other: in these layouts, where all
-    /// are there.
+    /// Joins several adjacent values of one format to one value, in these layouts, if all have them.
     pub(crate) fn of_parts(
         py: Python<'_>,
         first: &Self,
@@ -522,7 +522,7 @@ impl QuantizedValue {
         value
     }
 
-    /// Whether both are scaled alike, to one type.
+    /// Whether both have the same scaling and FP8 type.
     pub(crate) fn is_like(&self, other: &Self) -> bool {
         (self.block, self.fp8, self.groups) == (other.block, other.fp8, other.groups)
     }
@@ -573,7 +573,7 @@ impl QuantizedValue {
         .python()
     }
 
-    /// Where a cast of `x` writes: the memory that is there where it fits.
+    /// The destination of a cast of `x`: existing memory if it fits.
     pub(super) fn targets<'py>(
         &self,
         call: &DirectCall<'_, 'py>,
@@ -604,7 +604,8 @@ impl QuantizedValue {
         Ok(Targets { row: row.transpose()?, row_scale, col: col.transpose()?, col_scale })
     }
 
-    /// Takes what was written for its own. That both layouts hold the same is to be noted, at the versions that there are in the end.
+    /// Stores the written layouts. The caller must then note, at the final versions, that both layouts have equal
+    /// values.
     pub(super) fn take(slf: &Bound<'_, Self>, targets: Targets<'_>) -> PyResult<()> {
         let py = slf.py();
         for target in [&targets.row, &targets.col].into_iter().flatten() {
@@ -630,7 +631,7 @@ impl QuantizedValue {
         Ok(())
     }
 
-    /// Notes that both layouts hold the same.
+    /// Notes that both layouts have equal values.
     pub(super) fn agree(&self, py: Python<'_>) {
         if self.row.data.is_some() && self.col.data.is_some() {
             self.col.content.agree(&self.row.content, self.versions(py));
@@ -650,7 +651,7 @@ fn rotated(size: &[i64]) -> Sizes {
     size.iter().rev().take(1).chain(size.split_last().map_or(&[][..], |(_, leading)| leading)).copied().collect()
 }
 
-/// Scales or maxima to quantise with, one for each value of a stack, and how far they are apart; null without.
+/// Scales or maxima, one for each value of a stack, and their distance; or null.
 fn slots_of<'a>(
     state: &State,
     tensor: Option<&'a Bound<'_, PyAny>>,
@@ -669,7 +670,7 @@ fn slots_of<'a>(
     Ok((view.data(), view.strides()[0].max(0) as usize))
 }
 
-/// Refuses memory of another shape or device than the tensor that is to be quantised into it.
+/// Refuses memory of another shape or device than the source tensor.
 fn check_place(call: &DirectCall<'_, '_>, tensor: &Bound<'_, PyAny>, size: &[i64]) -> PyResult<()> {
     let view = view_of(&call.state.reader, tensor, "data of the quantised tensor").python()?;
     call.same_device(&view, "the quantised tensor")?;
@@ -686,8 +687,8 @@ fn fits_columns(call: &DirectCall<'_, '_>, kept: &Bound<'_, PyAny>, size: &[i64]
     })
 }
 
-/// Where a layout of `size` is written, whose rows are `row` long and kernels want to be `ld` long. With `keeps`, what is there
-/// may have to stay.
+/// The destination of a layout of `size`, whose rows have length `row` and, for kernels, leading dimension `ld`. With
+/// `keeps`, existing content may have to stay.
 fn target<'py>(
     call: &DirectCall<'_, 'py>,
     kept: Option<Bound<'py, PyAny>>,
@@ -717,7 +718,7 @@ fn target<'py>(
     Ok(Target { seen, written, is_fresh })
 }
 
-/// The scales that are there, if so many float32 fit into them, else new ones.
+/// The existing scales if the number of float32 fits, else new ones.
 fn kept_or_new<'py>(
     call: &DirectCall<'_, 'py>,
     kept: Option<Bound<'py, PyAny>>,

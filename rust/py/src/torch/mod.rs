@@ -1,4 +1,4 @@
-//! torch at arm's length: its tensors, allocations, devices and functions.
+//! The interface to torch: its tensors, allocations, devices and functions.
 
 pub(crate) mod operand;
 pub(crate) mod process;

@@ -1,4 +1,4 @@
-//! Tensors as kernels read them: contiguous and aligned, or a copy that is.
+//! Tensors in a form that kernels read: contiguous and aligned, or a copy.
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -23,14 +23,14 @@ pub(crate) fn readable<'py>(
     if fits(&view) { Ok(None) } else { contiguous_copy(tensor).map(Some) }
 }
 
-/// Whether kernels can read a tensor as it lies.
+/// Whether kernels can read a tensor without a copy.
 #[inline]
 pub(crate) fn fits(view: &TensorView<'_>) -> bool {
     view.is_contiguous() && view.is_aligned(ALIGNMENT)
 }
 
-/// A tensor that forward saved, as kernels read it: of so many elements of a type. Saved-tensor hooks may bring back
-/// anything.
+/// A tensor that forward saved, checked for its number of elements and type, since saved-tensor hooks may return any
+/// tensor.
 pub(crate) fn saved_tensor<'py>(
     state: &State,
     op: &'static str,

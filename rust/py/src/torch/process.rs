@@ -1,4 +1,4 @@
-//! What the binding keeps for the whole process: the dispatcher, the tensor reader and handles of torch.
+//! The binding's state for the whole process: the dispatcher, the tensor reader and handles of torch.
 
 use std::sync::Mutex;
 
@@ -27,8 +27,8 @@ pub(crate) struct DispatcherCell(pub(crate) Dispatcher);
 const KEPT_DIMS: usize = 2;
 const KEPT_SIZES: usize = 64;
 
-/// Arguments of torch's allocators for sizes that come again: making and freeing the tuples takes a quarter of the
-/// time of an allocation. A size has one place, and the last that came holds it.
+/// Arguments of torch's allocators for repeated sizes, since making and freeing the tuples takes a quarter of an
+/// allocation's time. Each size maps to one slot, which holds the last size.
 #[pyclass(module = "te_fast._native", name = "AllocationArguments")]
 #[derive(Debug)]
 pub(crate) struct AllocationArguments([Option<(SizeKey, Py<PyTuple>)>; KEPT_SIZES]);
@@ -65,7 +65,7 @@ pub(crate) struct Names {
     pub(crate) requires_grad: Py<PyString>,
 }
 
-/// What an argument is that should be a tensor.
+/// The kind of an argument that should be a tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum TensorKind {
     /// Of exactly torch's types.
@@ -83,7 +83,8 @@ pub(crate) struct Torch {
     pub(crate) parameter: Py<PyAny>,
     pub(crate) empty_cpu: Py<PyAny>,
     pub(crate) empty_cuda: Option<Py<PyAny>>,
-    /// `(tensor, size, stride, offset)`: a tensor in the same storage, unknown to autograd. No view of torch's is as cheap.
+    /// `(tensor, size, stride, offset)`: a tensor in the same storage, unknown to autograd. It is cheaper than any view
+    /// of torch.
     reinterpret: Option<Py<PyAny>>,
     pub(crate) is_grad_enabled: Py<PyAny>,
     pub(crate) is_autocast_enabled: Py<PyAny>,
@@ -95,9 +96,9 @@ pub(crate) struct Torch {
     pub(crate) storage_weak_ref: Py<PyAny>,
     pub(crate) storage_expired: Py<PyAny>,
     pub(crate) current_graph_task_id: Py<PyAny>,
-    /// Whether the backward under way was told to retain its graph; true outside of one.
+    /// Whether the current backward retains its graph; true outside of a backward.
     pub(crate) retains_graph: Option<Py<PyAny>>,
-    /// The class of what autograd nodes are given, and its own method.
+    /// The class of autograd contexts, and its method.
     function_ctx: Py<PyAny>,
     save_for_backward: Py<PyAny>,
     pub(crate) module: Py<PyAny>,
@@ -107,8 +108,8 @@ pub(crate) struct Torch {
     dtypes: Vec<(DType, Py<PyAny>)>,
 }
 
-/// Tables of addresses that no call has at the moment: a call takes one and gives it back, so that none is made in
-/// steady state. Nobody waits here: who finds the list in use makes a table of its own.
+/// Free tables of addresses: a call takes one and returns it, so that steady state makes none. No call waits here; a
+/// call that finds the list in use makes its own table.
 #[derive(Debug, Default)]
 pub(crate) struct Tables(Mutex<Vec<CallTable>>);
 
@@ -234,8 +235,8 @@ impl State {
         }
     }
 
-    /// (size, stride, dtype) of a contiguous tensor. What is kept is not borrowed while Python objects are made: Python
-    /// may collect garbage then, which runs anything.
+    /// (size, stride, dtype) of a contiguous tensor. The cache is not borrowed while Python objects are made, since
+    /// Python may collect garbage and run foreign code.
     #[inline]
     fn arguments<'py>(&self, py: Python<'py>, size: &[i64], dtype: DType) -> PyResult<Bound<'py, PyTuple>> {
         let key = SizeKey::new(size, dtype);
@@ -364,7 +365,7 @@ impl Torch {
         self.dtypes[dtype as usize].1.bind(py) // the table is in the order of the enum
     }
 
-    /// Keeps tensors for backward: as torch does, or by what somebody has put in the place of its method to see them.
+    /// Saves tensors for backward by torch's method, or by a function that has replaced that method.
     #[inline]
     pub(crate) fn save_for_backward(&self, ctx: &Bound<'_, PyAny>, tensors: Bound<'_, PyTuple>) -> PyResult<()> {
         let py = ctx.py();
@@ -375,7 +376,7 @@ impl Torch {
         ctx.call_method1(name, tensors).map(drop)
     }
 
-    /// Calls a module as any other: `nn.Module.__call__`, in whose place tracers put their own.
+    /// Calls a module by `nn.Module.__call__`, which tracers may have replaced.
     #[cold]
     pub(crate) fn call_module<'py>(
         &self,
@@ -404,13 +405,13 @@ impl Torch {
         own.call_method1(intern!(py, "as_strided"), (size, stride, first + offset))
     }
 
-    /// Whether nobody is to see the operators of a call, who would see none of a native one.
+    /// Whether no mode or tracer is active, which could not see a native call.
     #[inline]
     pub(crate) fn is_unobserved(&self, py: Python<'_>) -> PyResult<bool> {
         Ok(!self.dispatch_modes.bind(py).call0()?.is_truthy()?)
     }
 
-    /// The same of profilers, too.
+    /// The same, including profilers.
     #[inline]
     pub(crate) fn is_unwatched(&self, py: Python<'_>) -> PyResult<bool> {
         Ok(self.is_unobserved(py)? && !self.profiler_enabled.bind(py).call0()?.is_truthy()?)
@@ -423,7 +424,7 @@ impl Torch {
         kind.as_ptr() == self.tensor.as_ptr() || kind.as_ptr() == self.parameter.as_ptr()
     }
 
-    /// Whether it is a tensor, and not what a tracer passes for one; and whether the native side may read it.
+    /// Whether the argument is a real tensor, not a tracer's stand-in; and whether the native side may read it.
     #[inline]
     pub(crate) fn kind_of(&self, object: &Bound<'_, PyAny>) -> TensorKind {
         if self.is_plain(object) {
@@ -436,8 +437,8 @@ impl Torch {
     }
 }
 
-/// torch's functions for the device that it counts as the current one. That may be another than CUDA's: going back to a
-/// device that has no context yet, torch only makes a note of it. Its allocations go by the note.
+/// torch's functions for its current device. It may differ from CUDA's: when torch returns to a device without a
+/// context, it only notes the device, and its allocations use this note.
 #[derive(Debug)]
 struct CurrentDevice {
     get: Py<PyAny>,
@@ -456,7 +457,8 @@ impl CurrentDevice {
         })
     }
 
-    /// Makes `ordinal` torch's current device, if it is not; what to call to go back, and with what.
+    /// Makes `ordinal` torch's current device, if it is not; returns the function and argument that restore the former
+    /// one.
     #[inline]
     fn switch<'py>(&self, py: Python<'py>, ordinal: u16) -> PyResult<Option<(Bound<'py, PyAny>, Bound<'py, PyAny>)>> {
         if self.get.bind(py).call0()?.extract::<i32>()? == i32::from(ordinal) {
@@ -478,15 +480,15 @@ pub(crate) struct Guard<'py> {
 impl Drop for Guard<'_> {
     fn drop(&mut self) {
         if let Some((go_back, former)) = self.torch.take() {
-            // torch returned this device a moment ago; there is nobody to tell if it does not take it now.
+            // torch returned this device a moment ago; an error now cannot be reported.
             let _ = go_back.call1((former,));
         }
         if let Some(former) = self.context.take() {
-            // The driver accepted the context a moment ago; there is nobody to tell if it does not now.
+            // The driver accepted the context a moment ago; an error now cannot be reported.
             let _ = former.restore();
         }
-        // The call is over and has nothing borrowed: to free what it outgrew waits for the device, and other threads may
-        // run meanwhile.
+        // The call is over and has nothing borrowed. Freeing outgrown memory waits for the device, and other threads
+        // may run meanwhile.
         let retired = take_retired();
         if !retired.is_empty() {
             self.py.detach(move || drop(retired));

@@ -1,7 +1,7 @@
-//! torch tensors as borrowed views, and the raw entry points that make this cheap.
+//! torch tensors as borrowed views, and the C entry points that make the reads cheap.
 //!
 //! With torch ≥ 2.10 a tensor is read through `torch.Tensor.__dlpack_c_exchange_api__` (40 ns), else through Python
-//! attributes (350 ns). `TE_FAST_NO_EXCHANGE=1` forces the second way; both give the same views, which a test checks.
+//! attributes (350 ns). `TE_FAST_NO_EXCHANGE=1` forces the second method. A test checks that both give the same views.
 #![expect(unsafe_code, reason = "the DLPack exchange table is a C table; every block names who guarantees it")]
 
 use std::ffi::{CStr, c_int, c_void};
@@ -78,7 +78,7 @@ unsafe impl Send for ExchangeTable {}
 unsafe impl Sync for ExchangeTable {}
 
 impl Reader {
-    /// The quickest reader that this torch has, unless it is told not to `exchange`.
+    /// The fastest reader that this torch has; without `exchange`, Python attributes.
     pub(crate) fn new(py: Python<'_>, dtypes: Vec<(Py<PyAny>, DType)>, exchange: bool) -> PyResult<Self> {
         let torch = py.import("torch")?;
         let table = if exchange { exchange_table(&torch.getattr("Tensor")?) } else { None };
@@ -95,7 +95,8 @@ impl Reader {
         Ok(Self { table, attributes, raw_stream })
     }
 
-    /// The view of a tensor; `None` for what no kernel can read (fake and wrapper tensors, other devices and types).
+    /// The view of a tensor; `None` for tensors that no kernel can read (fake and wrapper tensors, other devices and
+    /// types).
     #[inline]
     pub(crate) fn read<'a>(&self, tensor: &'a Bound<'_, PyAny>) -> PyResult<Option<TensorView<'a>>> {
         match self.table {
@@ -104,7 +105,7 @@ impl Reader {
         }
     }
 
-    /// What torch sees of a tensor, without its memory: of a wrapper, which has none, too.
+    /// Shape and type of a tensor without its memory, also of a wrapper, which has no memory.
     #[inline]
     pub(crate) fn read_outside<'a>(&self, tensor: &'a Bound<'_, PyAny>) -> PyResult<Option<TensorView<'a>>> {
         if let Some(ExchangeTable { tensor_from_object: Some(read), .. }) = self.table
@@ -253,8 +254,8 @@ fn exchange_table(tensor_type: &Bound<'_, PyAny>) -> Option<&'static ExchangeTab
     (table.major == DLPACK_MAJOR && table.tensor_from_object.is_some()).then_some(table)
 }
 
-/// A tensor that the native side keeps: an FP8 weight, scales. The memory lives as long as this does, for the tensor
-/// object is nobody else's: an assignment to the `data` of one that a user has takes its memory away.
+/// A tensor that the native side keeps: an FP8 weight, scales. The memory lives as long as this value, which has its
+/// own tensor object: an assignment to `data` of a user's tensor would free the memory.
 #[derive(Debug)]
 pub(crate) struct Held {
     tensor: Py<PyAny>,
@@ -262,13 +263,13 @@ pub(crate) struct Held {
 }
 
 impl Held {
-    /// Keeps `tensor`, which nobody else has.
+    /// Keeps `tensor`, which has no other owner.
     pub(crate) fn new(reader: &Reader, tensor: &Bound<'_, PyAny>) -> PyResult<Self> {
         let view = view_of(reader, tensor, "buffer").map_err(crate::error::to_python)?;
         Ok(Self { tensor: tensor.clone().unbind(), address: view.data().address() as u64 })
     }
 
-    /// Keeps the memory of a `tensor` that others have, too.
+    /// Keeps the memory of a `tensor` with other owners.
     pub(crate) fn alias(reader: &Reader, tensor: &Bound<'_, PyAny>) -> PyResult<Self> {
         Self::new(reader, &tensor.call_method0("detach")?)
     }
@@ -281,12 +282,12 @@ impl Held {
         unsafe { DevPtr::from_address(self.address) }
     }
 
-    /// Another tensor of the memory, for others to have.
+    /// A new tensor on the same memory, for other owners.
     pub(crate) fn shared<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         self.tensor.bind(py).call_method0("detach")
     }
 
-    /// Has the memory outlive what `stream`, which has not allocated it, does with it.
+    /// Keeps the memory alive until the work of `stream`, which did not allocate it, is done.
     pub(crate) fn record_stream(&self, stream: &Bound<'_, PyAny>) -> PyResult<()> {
         self.tensor.bind(stream.py()).call_method1("record_stream", (stream,)).map(drop)
     }
