@@ -1,7 +1,8 @@
-// Work that the blocks of a launch finish together once all of them have come to the same point. Blocks wait for each
-// other only after every block of the grid has started, so that all blocks that they wait for are running. A grid of
-// any size therefore ends, for any other load of the device and any order of starts, and the blocks can use the grid's
-// numbers. A block that comes before all have started does not wait, and the others do its share.
+// Work that the blocks of a launch finish together once all of them have come to the same point.
+//
+// Blocks wait for each other only after every block of the grid has started, so that all blocks that they wait for are
+// running. A grid of any size therefore ends, for any other load of the device and any order of starts, and the blocks
+// can use the grid's numbers. A block that comes before all have started does not wait, and the others do its share.
 #pragma once
 
 #include <cstdint>

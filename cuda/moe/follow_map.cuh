@@ -1,6 +1,7 @@
-// Blocks that move rows by a map, which the first blocks of the same launch make from a mask (make_map.cuh). They wait
-// for the map in memory. The wait ends because blocks take their numbers as they start: when one of these blocks runs,
-// all of the map's blocks have started, in any order in which the device starts the blocks of a grid.
+// Blocks that move rows by a map, which the first blocks of the same launch make from a mask (make_map.cuh).
+//
+// They wait for the map in memory. The wait ends because blocks take their numbers as they start: when one of these
+// blocks runs, all of the map's blocks have started, in any order in which the device starts the blocks of a grid.
 #pragma once
 
 #include "common/ptx.cuh"

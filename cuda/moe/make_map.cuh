@@ -1,24 +1,27 @@
 // Makes the row map of an MoE permutation: the row of every routed (token, expert) pair.
 //
-// Rows are ordered by expert, then by token (mask), or by expert, then by slot t * K + k (index): row(t, e) = sum over
-//   e' < e of count(e') + number of tokens t' < t routed to e padded_counts[e] = ceil(count(e) / align) * align
-//   pad_offsets[e] = sum over e' < e of padded - count ends[e] = sum over e' <= e of count(e') totals = {padded rows,
-//   routed rows} The map is Transformer Engine's, written in its defined entries only (moe/routing.cuh). Routed rows
-//   whose padded place is at or past `capacity` are counted as dropped; the index map holds -1 for them, and a
-//   permutation removes them from its mask map.
+// Rows are ordered by expert, then by token (mask), or by expert, then by slot t * K + k (index):
+//   row(t, e) = sum over e' < e of count(e') + number of tokens t' < t routed to e
+//   padded_counts[e] = ceil(count(e) / align) * align     pad_offsets[e] = sum over e' < e of padded - count
+//   ends[e] = sum over e' <= e of count(e')                totals = {padded rows, routed rows}
+// The map is Transformer Engine's, written in its defined entries only (moe/routing.cuh). Routed rows whose padded
+// place is at or past `capacity` are counted as dropped; the index map holds -1 for them, and a permutation
+// removes them from its mask map.
 //
-// How: a block owns 32 experts (a slice) of a chunk of tokens. A lane packs its token's 32 experts into one word, and a
-// transpose of 32 words gives each lane an expert's 32 tokens. The block publishes how many tokens each of its experts
-// has and how many of its experts each token has, waits for all blocks, adds up the counts before its own and writes
-// its tokens' entries. One more block computes the totals. No block waits on a block that may not have started: after
-// kPolls polls it counts the missing tiles itself. So the blocks end even if few run at a time, and for any order of
-// starts; without other blocks in the launch they use the grid's numbers.
+// How: a block owns 32 experts (a slice) of a chunk of tokens. A lane packs its token's 32 experts into one word, and
+// a transpose of 32 words gives each lane an expert's 32 tokens. The block publishes how many tokens each of its
+// experts has and how many of its experts each token has, waits for all blocks, adds up the counts before its own
+// and writes its tokens' entries. One more block computes the totals. No block waits on a block that may not have
+// started: after kPolls polls it counts the missing tiles itself. So the blocks end even if few run at a time, and for
+// any order of starts; without other blocks in the launch they use the grid's numbers.
 //
 // The map's blocks are the first of their launch; others may follow, which move rows by the map (follow_map.cuh). The
 // map's blocks also fill memory of the others with ones (`fill`, 16-byte words). The state is zero again at the end of
-// the launch, so nothing has to be cleared between launches of a stream. After a pause the code comes from memory, and
-// each line that is not prefetched costs a microsecond, which is more than all the work. So the code of every launch is
-// short and contiguous, and rare code is in separate functions. Pragmas keep the compiler from useless unrolling.
+// the launch, so nothing has to be cleared between launches of a stream.
+//
+// After a pause the code comes from memory, and each line that is not prefetched costs a microsecond, which is more
+// than all the work. So the code of every launch is short and contiguous, and rare code is in separate functions.
+// Pragmas keep the compiler from useless unrolling.
 //
 // Needs:  routing contiguous, experts <= 1024; counts [chunks][slices * 32] of uint32 and behind them one sum per
 //         tile, shares [tokens][slices rounded up to 4] of uint8 (mask alone); a state that no launch running at the

@@ -6,10 +6,11 @@
 //   exactly 0, and 0 for a row of no token; a cast gathers the rows by these (quantize/cast_groups.cu)
 //
 // Launch: map blocks + zero_blocks + tokens blocks, 128 threads; the first ones to start make the map, if it is not
-//         made already (moe/make_map.cuh), the next clear rows, the others take one token each. Needs: contiguous x [T,
-//         row_bytes] and out [rows, row_bytes], row_bytes even; row_bytes and rows < 2^31. Rows of a multiple of 16
-//         bytes at 16-byte aligned addresses take the vector path. Destinations outside out are skipped and, in a map
-//         that this launch has made, removed. Moves: row_bytes (T + rows), and the map.
+//         made already (moe/make_map.cuh), the next clear rows, the others take one token each.
+// Needs:  contiguous x [T, row_bytes] and out [rows, row_bytes], row_bytes even; row_bytes and rows < 2^31. Rows of a
+//         multiple of 16 bytes at 16-byte aligned addresses take the vector path. Destinations outside out are skipped
+//         and, in a map that this launch has made, removed.
+// Moves:  row_bytes (T + rows), and the map.
 
 #include "common/math.cuh"
 #include "common/ptx.cuh"

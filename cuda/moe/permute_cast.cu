@@ -1,14 +1,16 @@
 // MoE permutation straight into FP8: every token's row is read and quantised once and written to each destination.
 //
-//   per tensor: q = fp8(float(x) * scale), saturating *amax = max(*amax, max |x|) over the rows written blocks: scale =
-//   scale_from_amax(max |x|) over 128 consecutive elements of a row, q = fp8(float(x) * scale), scale_inv[block, row] =
-//   1 / scale bit for bit what casting the permuted rows gives; rows that no token fills and slots of probability 0 are
-//   zero rows and, with blocks, have the scale of a zero block. The GEMM reads the inverse scales of adjacent rows from
-//   adjacent addresses, but adjacent rows come from different tokens. So each token writes its scales to memory, with
-//   the token of every row, and the last blocks of the same launch copy them to their places with whole-line writes.
-//   Each word shows by itself that it was written: the map's blocks (moe/make_map.cuh) have filled that memory with
-//   kAbsent, so no token has to wait for its stores. The last blocks wait only on blocks that have started, since
-//   blocks take their numbers as they start (moe/follow_map.cuh).
+//   per tensor: q = fp8(float(x) * scale), saturating          *amax = max(*amax, max |x|) over the rows written
+//   blocks:     scale = scale_from_amax(max |x|) over 128 consecutive elements of a row, q = fp8(float(x) * scale),
+//               scale_inv[block, row] = 1 / scale
+//   the bits of casting the permuted rows; rows that no token fills and slots of probability 0 are zero rows
+//   and, with blocks, have the scale of a zero block.
+//
+// The GEMM reads the inverse scales of adjacent rows from adjacent addresses, but adjacent rows come from different
+// tokens. So each token writes its scales to memory, with the token of every row, and the last blocks of the same
+// launch copy them to their places with whole-line writes. Each word shows by itself that it was written: the map's
+// blocks (moe/make_map.cuh) have filled that memory with kAbsent, so no token has to wait for its stores. The last
+// blocks wait only on blocks that have started, since blocks take their numbers as they start (moe/follow_map.cuh).
 //
 // Launch: map blocks + zero_blocks + tokens + scale_blocks blocks of 128 threads; the first ones to start make the map,
 //         the next clear rows, the next take one token each. scale_blocks is 0 per tensor, else at most half as many as

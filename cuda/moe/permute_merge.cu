@@ -1,11 +1,12 @@
 // The inverse of an MoE permutation: gathers and sums a token's rows, with or without probabilities.
 //
 //   fwd: out[t] = sum over k of p[t, k] * x[row(t, k)], float32, one multiplication and one addition per term, in the
-//        order of the map (descending rows), no fused rounding: the host kernel gives the same bits out_probs[t, e] =
-//        in_probs[row(t, k)] for the expert e of slot k, else 0: the gradient of their permutation bwd: dx[row(t, k)] =
-//        p[t, k] * dout[t] dprobs[t, k] = sum over columns of dout[t] * x[row(t, k)] rows of dx that no token fills are
-//        zero, dprobs of slots that no expert takes are zero ends[part][e]: over the tokens of a part, the row after
-//        expert e's last one; bwd finds the gaps from it
+//        order of the map (descending rows), no fused rounding: the host kernel gives the same bits
+//        out_probs[t, e] = in_probs[row(t, k)] for the expert e of slot k, else 0: the gradient of their permutation
+//   bwd: dx[row(t, k)] = p[t, k] * dout[t]       dprobs[t, k] = sum over columns of dout[t] * x[row(t, k)]
+//        rows of dx that no token fills are zero, dprobs of slots that no expert takes are zero
+//
+//   ends[part][e]: over the tokens of a part, the row after expert e's last one; bwd finds the gaps from it
 //
 // Launch: permute_ends: any number of blocks (that is `partials`), 512 threads.
 //         fwd: one block per token. bwd: zero_blocks + tokens blocks, the first zero_blocks clear rows. 128 threads.

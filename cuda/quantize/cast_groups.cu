@@ -13,9 +13,11 @@
 //
 // With `numbers`, x has the rows of tokens, and row r of a counted group is that of token |numbers[r]| - 1 (as
 // moe/permute.cu numbers them): a permutation and a cast in one pass. A number of 0 is a row of zeros, and so is a
-// negative one unless all are gathered. Maxima then come from those of tokens: amax_tokens token_max[t] = max |x[t]|
-// Blocks go down the columns of tiles, so that columns of x, which are read several times, stay in the L2 cache. Counts
-// beyond `rows` are cut off, and negative ones are zero, so that nothing is read or written past the tensor.
+// negative one unless all are gathered. Maxima then come from those of tokens:
+//   amax_tokens         token_max[t] = max |x[t]|
+// Blocks go down the columns of tiles, so that columns of x, which are read several times, stay in the L2 cache.
+//
+// Counts beyond `rows` are cut off, and negative ones are zero, so that nothing is read or written past the tensor.
 //
 // Launch: 256 threads. amax_tokens: a warp per token. amax_groups: parts * groups blocks. Others: tiles_cols times the
 //         most strips of 128 rows that the groups can have; blocks without a strip end at once.

@@ -1,8 +1,10 @@
 // Casts of many tensors to FP8 in one launch, each in row layout, transposed layout or both.
 //
-//   cast_many q = fp8(float(x) * scale) scale_inv = 1 / scale amax = max(amax, max |x|) cast_block_many blocks of 128 x
-//   128, as cast_block.cu does it cast_many_rounded, cast_block_many_rounded the same for round(x), x in FP32: master
-//   weights, as if they had been copied to a weight of 16 bits first
+//   cast_many        q = fp8(float(x) * scale)     scale_inv = 1 / scale     amax = max(amax, max |x|)
+//   cast_block_many  blocks of 128 x 128, as cast_block.cu does it
+//   cast_many_rounded, cast_block_many_rounded
+//                    the same of round(x), x in FP32: master weights, as if they had been copied to a weight of 16 bits
+//                    first
 //
 // Scales and maxima are each tensor's own.
 //

@@ -1,6 +1,8 @@
 //! Borrowed tensors: address, type and layout of the elements. The binding makes views from torch tensors; operations
-//! read them and never outlive them. The caller keeps memory alive across streams: the memory is torch's, and torch's
-//! caching allocator orders reuse by the stream of the allocation.
+//! read them and never outlive them.
+//!
+//! The caller keeps memory alive across streams: the memory is torch's, and torch's caching allocator orders reuse by
+//! the stream of the allocation.
 
 use crate::base::dtype::{DType, Device};
 use crate::base::error::{Error, Result};

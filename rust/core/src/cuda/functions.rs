@@ -1,6 +1,7 @@
-//! The CUDA driver's functions that te_fast calls, looked up once through the library's handle. cudarc has the driver's
-//! types. te_fast does not call cudarc's functions, because they return an enum: a status of a newer driver that cudarc
-//! does not know would be undefined behaviour. Here all statuses are integers.
+//! The CUDA driver's functions that te_fast calls, looked up once through the library's handle.
+//!
+//! cudarc has the driver's types. te_fast does not call cudarc's functions, because they return an enum: a status of a
+//! newer driver that cudarc does not know would be undefined behaviour. Here all statuses are integers.
 #![expect(
     unsafe_code,
     reason = "looks functions up and calls those that come before a device; every block says why it may"

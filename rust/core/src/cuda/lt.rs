@@ -1,6 +1,7 @@
-//! cuBLASLt, usually the copy that torch has loaded: one handle per device and one descriptor set per problem. This
-//! code avoids known defects of released versions: split-K with CONFIG_ID 66 gives wrong results on sm_90 (fixed in
-//! 13.8), so heuristic results that use it are passed over; C scales hang FP8 with beta (fixed in 13.2), so none is
+//! cuBLASLt, usually the copy that torch has loaded: one handle per device and one descriptor set per problem.
+//!
+//! This code avoids known defects of released versions: split-K with CONFIG_ID 66 gives wrong results on sm_90 (fixed
+//! in 13.8), so heuristic results that use it are passed over; C scales hang FP8 with beta (fixed in 13.2), so none is
 //! ever set; leading dimensions over 2³¹ bytes are refused in `gemm/problem.rs`.
 #![expect(unsafe_code, reason = "calls into cuBLASLt; every block names who guarantees its arguments")]
 

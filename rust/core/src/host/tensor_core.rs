@@ -1,7 +1,9 @@
-//! FP8 products with the bits of Hopper's tensor cores. The cores add 32 products at a time to the previous sum, in
-//! fixed point: every term is cut off, towards zero, 13 bits behind the point of the largest one, and so is the sum
-//! behind its own ("MMA-Sim", arXiv 2511.10909; confirmed bit for bit on an H200, `tests/gpu/test_exact.py`). Fast
-//! accumulation is one chain over all of k; split accumulation adds the chains of every 128 in FP32.
+//! FP8 products with the bits of Hopper's tensor cores.
+//!
+//! The cores add 32 products at a time to the previous sum, in fixed point: every term is cut off, towards zero, 13
+//! bits behind the point of the largest one, and so is the sum behind its own ("MMA-Sim", arXiv 2511.10909; confirmed
+//! bit for bit on an H200, `tests/gpu/test_exact.py`). Fast accumulation is one chain over all of k; split accumulation
+//! adds the chains of every 128 in FP32.
 
 use rayon::prelude::*;
 use te_fast_kernels::Fp8;

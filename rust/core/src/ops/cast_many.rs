@@ -1,6 +1,8 @@
 //! Casts of many tensors to FP8 in one launch, or two where scales follow from the tensors: weights after an optimizer
-//! step. The tensors' addresses are kernel parameters, so that no table on the device has to be kept, and a captured
-//! launch has its own copy.
+//! step.
+//!
+//! The tensors' addresses are kernel parameters, so that no table on the device has to be kept, and a captured launch
+//! has its own copy.
 
 use te_fast_kernels::constants::quantize::{self, AMAX_WORKSPACE_BYTES, MANY_CHUNK, MANY_TENSORS, THREADS};
 use te_fast_kernels::constants::tile::{TILE, TILE_THREADS};

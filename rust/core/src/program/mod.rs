@@ -1,6 +1,7 @@
-//! Chains of ops, compiled to programs: each direction is a list of launches on places that are decided beforehand. A
-//! [`Chain`] lists ops, a [`ProgramKey`] describes a call, a [`Program`] is compiled for a key, and a [`SizedProgram`]
-//! runs for one row count. A call passes addresses ([`Bindings`]) and decides nothing.
+//! Chains of ops, compiled to programs: each direction is a list of launches on places that are decided beforehand.
+//!
+//! A [`Chain`] lists ops, a [`ProgramKey`] describes a call, a [`Program`] is compiled for a key, and a
+//! [`SizedProgram`] runs for one row count. A call passes addresses ([`Bindings`]) and decides nothing.
 
 mod backward;
 mod backward_compiler;

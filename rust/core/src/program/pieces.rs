@@ -1,6 +1,7 @@
-//! A product whose rows arrive or leave in chunks on another stream, while the product of other chunks runs. Ranks have
-//! shares of the rows, in order, and a chunk is a piece of every share. The pieces of a product have the bits of the
-//! whole, since each row has its own sums.
+//! A product whose rows arrive or leave in chunks on another stream, while the product of other chunks runs.
+//!
+//! Ranks have shares of the rows, in order, and a chunk is a piece of every share. The pieces of a product have the
+//! bits of the whole, since each row has its own sums.
 
 use std::sync::Arc;
 

@@ -1,8 +1,9 @@
-//! Decides when a flow of a program runs as one CUDA graph: when all addresses of a call have been seen before. torch's
-//! allocator returns the same memory step after step, so that a training loop repeats its addresses. The launches of a
-//! call depend only on its addresses and its rows, so a graph of an earlier call with the same addresses and rows does
-//! the same work. The second call with equal addresses makes a graph, and later calls launch it. This state belongs to
-//! one row count; each row count has its own graphs.
+//! Decides when a flow of a program runs as one CUDA graph: when all addresses of a call have been seen before.
+//!
+//! torch's allocator returns the same memory step after step, so that a training loop repeats its addresses. The
+//! launches of a call depend only on its addresses and its rows, so a graph of an earlier call with the same addresses
+//! and rows does the same work. The second call with equal addresses makes a graph, and later calls launch it. This
+//! state belongs to one row count; each row count has its own graphs.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, TryLockError};

@@ -1,6 +1,7 @@
-//! The cache of a linear op's quantised weight: which weight a call uses, and how long it is kept. The binding owns the
-//! memory (`M`). This module decides which weight a call uses, and whether a weight outlives its backward. A weight
-//! that the next optimizer step will change is freed by the backward of its forward. It is kept if
+//! The cache of a linear op's quantised weight: which weight a call uses, and how long it is kept.
+//!
+//! The binding owns the memory (`M`). This module decides which weight a call uses, and whether a weight outlives its
+//! backward. A weight that the next optimizer step will change is freed by the backward of its forward. It is kept if
 //! `is_first_microbatch` asks for it, or if the previous step used its weight more than once.
 
 use std::sync::Arc;

@@ -1,6 +1,7 @@
-//! Tells whether two layouts of a quantised tensor hold the same values. Views, parameters and their `data` are
-//! different tensors on the same bytes, so they share one record of these bytes. In the record a number stands for the
-//! values; layouts that were written together have the same number.
+//! Tells whether two layouts of a quantised tensor hold the same values.
+//!
+//! Views, parameters and their `data` are different tensors on the same bytes, so they share one record of these bytes.
+//! In the record a number stands for the values; layouts that were written together have the same number.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -1,7 +1,8 @@
 //! Chooses the weights that one launch quantises: all that the last step used, when a call needs the first of them
-//! after an optimizer step. The binding provides the weights (`T`). The lists last for one step: a weight that a call
-//! has quantised joins the next launch, and every launch begins a new list, so that unused weights drop out by
-//! themselves.
+//! after an optimizer step.
+//!
+//! The binding provides the weights (`T`). The lists last for one step: a weight that a call has quantised joins the
+//! next launch, and every launch begins a new list, so that unused weights drop out by themselves.
 
 use crate::base::dtype::DType;
 use crate::runtime::lane::Place;

@@ -1,5 +1,6 @@
-//! The record of a quantised weight that a layer keeps between calls. The binding owns the buffers. This module decides
-//! whether a kept weight is still up to date.
+//! The record of a quantised weight that a layer keeps between calls.
+//!
+//! The binding owns the buffers. This module decides whether a kept weight is still up to date.
 
 use crate::base::dtype::{DType, Device};
 use crate::quant::value::WeightLayout;
@@ -67,8 +68,10 @@ pub struct WeightRecord {
 
 impl WeightRecord {
     /// Whether a call that would quantise `wanted` can use this kept weight. The caller must also check that the
-    /// weight's memory was not freed since, because another tensor may have its address. A graph under capture runs
-    /// later, on weights that may have changed by then, so it reuses a weight only with [`Microbatch::Later`].
+    /// weight's memory was not freed since, because another tensor may have its address.
+    ///
+    /// A graph under capture runs later, on weights that may have changed by then, so it reuses a weight only with
+    /// [`Microbatch::Later`].
     #[must_use]
     #[inline]
     pub fn serves(&self, wanted: &Self, microbatch: Microbatch, capturing: bool) -> bool {

@@ -1,7 +1,8 @@
 //! The autocast state: the innermost region, and the delayed-scaling buffers that are due for an update. Layers read
-//! [`AutocastState::current`] on every call; a plan made under its epoch holds as long as the epoch does. Regions nest
-//! by snapshots: entering returns the former region, and leaving restores it, also out of order, as in Transformer
-//! Engine. Threads have their own regions ([`crate::recipe::scopes`]); all threads share the buffers.
+//! [`AutocastState::current`] on every call; a plan made under its epoch holds as long as the epoch does.
+//!
+//! Regions nest by snapshots: entering returns the former region, and leaving restores it, also out of order, as in
+//! Transformer Engine. Threads have their own regions ([`crate::recipe::scopes`]); all threads share the buffers.
 
 use std::sync::Arc;
 
@@ -350,8 +351,9 @@ impl AutocastState {
         self.registries[direction as usize].due_device()
     }
 
-    /// Returns the slots of `device` whose layers ran, and clears these marks; drops the slots of freed layers. Slots
-    /// whose layer did not run are left out: their live row is zero, for which the update is the identity.
+    /// Returns the slots of `device` whose layers ran, and clears these marks; drops the slots of freed layers.
+    ///
+    /// Slots whose layer did not run are left out: their live row is zero, for which the update is the identity.
     pub fn take_due(&mut self, direction: Direction, device: Device, visit: impl FnMut(Arc<AmaxSlots>, &Recipe)) {
         self.registries[direction as usize].take_due(&self.recipes, device, visit);
     }

@@ -187,9 +187,10 @@ pub enum Due {
 
 /// Slots of one recipe, group and device that take part in updates even if their layers did not run, since ranks reduce
 /// their maxima together. Their order is that of the layers' first forwards. It is the same on every rank that runs the
-/// same model, even if a rank also has copies and loaded checkpoints. Ranks free their layers at different times, some
-/// only when a garbage collector runs. So freed slots keep their place until they are freed on all ranks: see
-/// [`Bucket::looks_for_gone`].
+/// same model, even if a rank also has copies and loaded checkpoints.
+///
+/// Ranks free their layers at different times, some only when a garbage collector runs. So freed slots keep their place
+/// until they are freed on all ranks: see [`Bucket::looks_for_gone`].
 #[derive(Debug)]
 pub struct Bucket {
     recipe_id: u32,

@@ -1,7 +1,8 @@
-//! Delayed scaling between steps: all scales of a direction from their histories, in one launch. Forward scales are due
-//! when the outermost autocast region ends, backward scales when the region's first FP8 layer has finished its
-//! backward. The binding calls this module once per device. If ranks reduce maxima, the binding first gathers the
-//! maxima of a bucket into one tensor, reduces it, and passes it to the update.
+//! Delayed scaling between steps: all scales of a direction from their histories, in one launch.
+//!
+//! Forward scales are due when the outermost autocast region ends, backward scales when the region's first FP8 layer
+//! has finished its backward. The binding calls this module once per device. If ranks reduce maxima, the binding first
+//! gathers the maxima of a bucket into one tensor, reduces it, and passes it to the update.
 
 use std::sync::Arc;
 
@@ -102,8 +103,10 @@ struct Launch<'a> {
 }
 
 /// Updates the scales of every layer on `place.device` that ran in `direction` since the last update, and those of the
-/// buckets of that device in `reduced`, from the reduced maxima. The device must be current. A launch's refusal; the
-/// layers are then still due.
+/// buckets of that device in `reduced`, from the reduced maxima. The device must be current.
+///
+/// # Errors
+/// A launch's refusal; the layers are then still due.
 pub fn update(dispatcher: &mut Dispatcher, direction: Direction, place: Place, reduced: &[Reduced<'_>]) -> Result<()> {
     let of_this_device = || reduced.iter().filter(|reduced| reduced.gathered.bucket.device == place.device);
     of_this_device().flat_map(|reduced| reduced.gathered.current()).for_each(|(slots, _)| slots.clear_ran());

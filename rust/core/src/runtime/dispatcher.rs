@@ -186,7 +186,10 @@ impl Dispatcher {
     }
 
     /// Bytes that the caller must allocate for a call that needs `scratch` bytes of private memory; zero if the
-    /// stream's own memory suffices. The driver's refusal to say whether a graph is being captured.
+    /// stream's own memory suffices.
+    ///
+    /// # Errors
+    /// The driver's refusal to say whether a graph is being captured.
     #[inline]
     pub fn external_bytes(place: Place, scratch: usize) -> Result<External> {
         if matches!(place.device, Device::Cuda(_)) && is_capturing(place.stream)? {

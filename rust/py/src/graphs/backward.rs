@@ -30,9 +30,11 @@ use crate::program::main_grad::check_main_grad;
 use crate::program::weight::{WaitingGrad, WaitingOperands, WaitingRows};
 use crate::torch::process::{State, state};
 
-/// A backward in compiled code, which writes into tensors of the graph. `reads` are the gradients of output and extra
-/// outputs, the buffer of forward, the tensors that [`TracedCall`] names, quantised weights, and scales. `writes` are
-/// the gradients of input, parameters and extra inputs that are separate tensors, histories, and `main_grad`.
+/// A backward in compiled code, which writes into tensors of the graph.
+///
+/// `reads` are the gradients of output and extra outputs, the buffer of forward, the tensors that [`TracedCall`] names,
+/// quantised weights, and scales. `writes` are the gradients of input, parameters and extra inputs that are separate
+/// tensors, histories, and `main_grad`.
 #[pyfunction]
 #[pyo3(signature = (reads, writes, program, call, /))]
 pub(crate) fn traced_backward<'py>(

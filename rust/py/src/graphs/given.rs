@@ -1,6 +1,7 @@
-//! Parameters that are quantised tensors, in a compiled call: each is two tensors, bytes and scales. Python takes them
-//! apart when torch dispatches an operator, so that a graph has only inner tensors. The trace decides which layout
-//! backward reads.
+//! Parameters that are quantised tensors, in a compiled call: each is two tensors, bytes and scales.
+//!
+//! Python takes them apart when torch dispatches an operator, so that a graph has only inner tensors. The trace decides
+//! which layout backward reads.
 
 use pyo3::prelude::*;
 use smallvec::SmallVec;

@@ -29,6 +29,7 @@ use crate::torch::reader::{instance_dict, view_of};
 const OP: &str = "ops";
 
 /// Runs a chain on `x`, with one autograd node. Returns the output, followed by extra outputs if there are any.
+///
 /// `parameters` replace those of the modules that the chain was built from. `version` is the version of a concatenated
 /// weight.
 #[pyfunction]

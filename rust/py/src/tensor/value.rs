@@ -1,6 +1,8 @@
 //! The value of a user's quantised tensor: bytes and scales in one or both layouts, and the casts into it and out of
-//! it. Users may read and replace the inner tensors, and torch may free their memory. So addresses are read again at
-//! every use.
+//! it.
+//!
+//! Users may read and replace the inner tensors, and torch may free their memory. So addresses are read again at every
+//! use.
 
 use pyo3::intern;
 use pyo3::prelude::*;
