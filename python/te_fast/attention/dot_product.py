@@ -145,8 +145,10 @@ class DotProductAttention(TransformerEngineBaseModule):
     MultiheadAttention : Attention with its projections.
     TransformerLayer : A whole layer.
 
-    Notes ----- ``NVTE_FLASH_ATTN``, ``NVTE_FUSED_ATTN`` and ``NVTE_UNFUSED_ATTN`` choose among torch's kernels: flash
-    attention, cuDNN's and the memory-efficient kernel, and plain matrix products with a softmax. With
+    Notes
+    -----
+    ``NVTE_FLASH_ATTN``, ``NVTE_FUSED_ATTN`` and ``NVTE_UNFUSED_ATTN`` choose among torch's kernels: flash attention,
+    cuDNN's and the memory-efficient kernel, and plain matrix products with a softmax. With
     ``NVTE_ALLOW_NONDETERMINISTIC_ALGO=0`` attention uses plain products, unless torch's own switch for deterministic
     algorithms is on, which kernels obey. Attention computes in the type of its inputs; recipes with ``fp8_dpa`` or
     ``fp8_mha`` raise.

@@ -270,9 +270,11 @@ def convert(
     undo : Restores the model.
     scaling_state : Returns the scales for a checkpoint.
 
-    Notes ----- Weights that one matrix product reads (queries, keys and values; both halves of a feed-forward block)
-    are moved to adjacent memory; they stay the same parameters with the same values. Parameters in a buffer of another
-    library stay where they are, and every call joins them.
+    Notes
+    -----
+    Weights that one matrix product reads (queries, keys and values; both halves of a feed-forward block) are moved to
+    adjacent memory; they stay the same parameters with the same values. Parameters in a buffer of another library stay
+    where they are, and every call joins them.
 
     Examples
     --------
