@@ -1,4 +1,4 @@
-"""What the Python benches share: options, recipes, tables, and results with their provenance.
+"""Common parts of the Python benches: options, recipes, tables, and results with their provenance.
 
 A result file holds the command, the machine, the versions, the date and the commit beside the figures.
 """
@@ -80,7 +80,7 @@ def peer() -> Peer | None:
 
 
 def forget() -> None:
-    """Let Transformer Engine drop what it keeps of modules that are gone.
+    """Let Transformer Engine drop its data of freed modules.
 
     At every region's end and in every backward it updates the scales of all modules of delayed scaling that it has ever
     seen: without this, later cases would pay for earlier ones.

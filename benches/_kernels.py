@@ -1,4 +1,4 @@
-"""What the benches of kernels share: their GPU time over the byte floor at the copy rate of the same run.
+"""Common parts of kernel benches: GPU time over the byte floor at the copy rate of the same run.
 
 Each figure is the median, over calls, of the durations that the profiler reports of all kernels of a call; before each
 call a 1 GiB read fills L2 with clean lines of other data.
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 REPEATS = 25
 #: The shape that bars are for.
 BARRED = (8192, 8192)
-#: What te_fast's kernels that are timed begin with, and a copy; the read that fills L2 is torch's.
+#: Prefixes of the timed kernels of te_fast, and of a copy; the read that fills L2 is torch's.
 KERNELS = ("activation", "amax", "cast", "dequantize", "norm", "scale", "Memcpy DtoD")
 
 Shape = tuple[int, int]

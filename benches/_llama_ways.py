@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Way:
-    """What is done to a model before it trains, and the region of its forwards."""
+    """Preparation of a model before training, and the region of its forwards."""
 
     name: str
     change: Callable[[torch.nn.Module], object] = lambda model: model

@@ -55,7 +55,7 @@ class Library:
 
 @dataclass(frozen=True)
 class Given:
-    """What a module is made for; ``recipe`` is that of the region around its calls."""
+    """The case of a module; ``recipe`` is the recipe of the region around its calls."""
 
     dtype: torch.dtype
     device: torch.device
@@ -162,7 +162,7 @@ def chain(parts: tuple[Op, ...], library: Library, given: Given) -> torch.nn.Mod
 
 
 class WithExtras(torch.nn.Module):
-    """A chain with extra inputs, of which each is made of the input."""
+    """A chain with extra inputs, which are made from the input."""
 
     def __init__(self, inner: torch.nn.Module, extras: Callable[..., tuple[Any, ...]]) -> None:
         super().__init__()
@@ -189,13 +189,13 @@ def probabilities(x: torch.Tensor) -> tuple[torch.Tensor]:
 
 
 def splits(x: torch.Tensor) -> tuple[torch.Tensor]:
-    """Return the rows of each expert, of which one has none."""
+    """Return the rows of each expert; one expert has none."""
     rows = x.shape[0]
     return (torch.tensor([rows // 2, 0, rows // 4, rows // 4], device=x.device),)
 
 
 def expert_extras(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return what an experts' feed-forward block takes beside its rows."""
+    """Return the arguments of an experts' feed-forward block beside its rows."""
     return (*splits(x), *probabilities(x), *splits(x))
 
 

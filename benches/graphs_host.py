@@ -27,7 +27,7 @@ FEATURES, ROWS = 64, 16
 def step(
     model: Callable[[torch.Tensor], torch.Tensor], region: Any, x: torch.Tensor, *, grads: bool
 ) -> None:
-    """Run forward, and backward where gradients are wanted."""
+    """Run forward, and backward if gradients are needed."""
     with region(), nullcontext() if grads else torch.no_grad():
         y = model(x)
     if grads:

@@ -52,7 +52,7 @@ _begin = time.perf_counter()
 
 
 def say(what: str) -> None:
-    """Print on the first rank what is done, and the seconds since the start."""
+    """Print the present step and the seconds since the start, on the first rank."""
     if os.environ.get("RANK", "0") == "0":
         print(f"{time.perf_counter() - _begin:7.1f} s: {what}", file=sys.stderr, flush=True)
 
@@ -185,7 +185,7 @@ def train(given: argparse.Namespace, model: Any, optimizer: Any) -> tuple[list[f
 
 
 def main() -> None:
-    """Train, and print what was seen as JSON."""
+    """Train, and print the measurements as JSON."""
     given = arguments()
     if given.alias:
         sys.path.insert(0, str(ROOT / "python" / "alias"))

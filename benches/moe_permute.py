@@ -86,7 +86,7 @@ def copy_rate() -> float:
 def separate(
     x: torch.Tensor, probs: torch.Tensor, mask: torch.Tensor, counts: list[int], align: int
 ) -> torch.Tensor:
-    """Permute, then pad: what a fused call replaces."""
+    """Permute, then pad, as the reference of a fused call."""
     out, _, _ = te.moe_permute_with_probs(x, probs, mask, sum(counts))
     padded, _ = te.Fp8Padding(len(counts), align)(out, counts)
     return padded

@@ -54,7 +54,7 @@ LAUNCHES_BAR = 4
 
 @dataclass(frozen=True)
 class Case:
-    """A measure: what is built of ``torch.nn`` and of ``te_fast.pytorch`` or its rival, and the bar."""
+    """A measure: how to build it from ``torch.nn`` and from ``te_fast.pytorch`` or its rival, and the bar."""
 
     name: str
     plain: Callable[[], torch.nn.Module]
@@ -301,7 +301,7 @@ def gpu(arguments: argparse.Namespace, failures: dict[str, str]) -> dict[str, fl
 
 
 def forward_launches(arguments: argparse.Namespace) -> list[str]:
-    """List what a forward of LayerNormMLP launches under delayed scaling with cached weights."""
+    """List the launches of a forward of LayerNormMLP under delayed scaling with cached weights."""
     common = {"device": arguments.device, "dtype": torch.bfloat16}
     layer = module_mlp(1024, 4096, common, te)
     x = torch.randn(256, 1024, requires_grad=True, **common)

@@ -27,7 +27,7 @@ from _parity_cases import COLS, Given, Library, cases
 from te_fast.state.extra_state import unpack
 
 ROWS, STEPS = 128, 3
-#: What cannot be compared of a case: the first name that it begins with, the quantities, and why.
+#: Quantities of cases that cannot be compared: the prefix of the case, the quantities, and the reason.
 NOT_COMPARABLE = {
     "DotProductAttention": (
         {"scales", "histories"},
@@ -39,7 +39,7 @@ NOT_COMPARABLE = {
     ),
 }
 QUANTITIES = ("output", "input gradient", "parameter gradients", "scales", "histories")
-#: What a step leaves, by quantity and name.
+#: Results of a step, by quantity and name.
 Step = dict[str, dict[str, torch.Tensor]]
 
 

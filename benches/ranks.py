@@ -67,7 +67,7 @@ class _Done:
 
 @contextmanager
 def without_communication(seen: list[tuple[str, list[torch.Tensor]]]) -> Iterator[None]:
-    """Replace the collectives by such that do nothing; note what they would have done."""
+    """Replace the collectives by functions that only note their calls."""
     originals = {name: getattr(dist, name) for name in COLLECTIVES}
 
     def idle(name: str, *tensors: torch.Tensor, async_op: bool = False, **given: Any) -> Any:
@@ -350,7 +350,7 @@ def worker(rank: int, arguments: argparse.Namespace, store: str) -> None:
 
 
 def cases(arguments: argparse.Namespace) -> list[Case]:
-    """Return what is asked for."""
+    """Return the requested tensor."""
     found: list[Case] = []
     if "layers" in arguments.parts:
         for kind, name in product(arguments.kinds, (None, *arguments.recipes)):

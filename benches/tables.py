@@ -50,7 +50,7 @@ Scalars = dict[str, float | str]
 
 
 def rows_of(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Scalars]]:
-    """Innermost dicts, with the keys that lead to them; lists and what is None are left out."""
+    """Yield innermost dicts with the keys that lead to them, without lists and None."""
     if not isinstance(value, dict):
         return
     scalars = {key: one for key, one in value.items() if isinstance(one, (int, float, str))}
@@ -130,7 +130,7 @@ def with_headlines(page: str, headlines: dict[str, tuple[str, str]]) -> str:
 
 
 def main() -> int:
-    """Write the pages, or say which are not what the results give."""
+    """Write the pages, or report pages that differ from the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
@@ -147,7 +147,7 @@ def main() -> int:
     ]
     for path in stale:
         if arguments.check:
-            print(f"{path} is not what the results give: python benches/tables.py")
+            print(f"{path} differs from the results: run python benches/tables.py")
         else:
             path.write_text(pages[path], encoding="utf-8")
     return int(arguments.check and bool(stale))

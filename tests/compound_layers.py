@@ -1,4 +1,4 @@
-"""What the tests of LayerNormLinear and LayerNormMLP share: layers whose parameters matter, inputs, steps, bounds."""
+"""Helpers of the tests of LayerNormLinear and LayerNormMLP: layers, inputs, steps, bounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every test starts with."""
+"""Fixtures of all tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of GroupedLinear share: layers, inputs, and FP64 products of each expert's quantised operands."""
+"""Helpers of the tests of GroupedLinear: layers, inputs, and FP64 products of each expert's quantised operands."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class HostRecorder:
     device = torch.device("cpu")
 
     def __init__(self) -> None:
-        #: What is captured.
+        #: The captured function.
         self.modules: list[torch.nn.Module] = []
         self.replays = 0
 

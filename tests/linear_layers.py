@@ -1,4 +1,4 @@
-"""What the tests of Linear share: layers, inputs, steps, and FP64 products of independently quantised operands."""
+"""Helpers of the tests of Linear: layers, inputs, steps, and FP64 products of independently quantised operands."""
 
 from __future__ import annotations
 

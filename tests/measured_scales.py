@@ -13,7 +13,7 @@ from te_fast.pytorch import ops
 
 NORMS = {"LayerNorm": ops.LayerNorm, "RMSNorm": ops.RMSNorm}
 ACTIVATIONS = {"gelu": ops.GELU, "relu": ops.ReLU, "swiglu": ops.SwiGLU, "srelu": ops.SReLU}
-#: What the input's first rows are multiplied with.
+#: Factors of the input's first rows.
 SPECIAL = {
     "plain": [],
     "zero": [0.0] * 1000,

@@ -48,7 +48,7 @@ def layout(x, kind, fmt="e4m3"):
 
 
 def values(x, kind, fmt="e4m3"):
-    """What a tensor is after it was quantised and dequantised."""
+    """Return the values of a tensor after it was quantised and dequantised."""
     matrix = x.detach().reshape(-1, x.shape[-1])
     data, _, spread = layout(matrix, kind, fmt)
     return dequantize(data, spread, fmt, x.dtype).reshape(x.shape)

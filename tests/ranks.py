@@ -1,4 +1,4 @@
-"""Processes that are ranks of one group, over gloo: what each of them runs, and what it has to say of that."""
+"""Processes that are ranks of one group, over gloo: their scenes, and the results of these."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Scenes:
 
 
 def run(fresh, folder, script, size, scenes, kind="cpu"):
-    """Run scenes of a script on so many ranks; what each raised, by rank."""
+    """Run scenes of a script on a number of ranks; return the errors of each scene, by rank."""
     program = (
         "import runpy, sys; sys.argv[1:] = {}; sys.path.insert(0, {!r}); "
         "runpy.run_module({!r}, run_name='__main__')"

@@ -34,7 +34,7 @@ ENVIRONMENT_READERS = {
     "rust/kernels/build.rs",
 }
 NATIVE_IMPORTER = "python/te_fast/runtime/__init__.py"
-# What each folder of te_fast may import of the others.
+# The folders that each folder of te_fast may import.
 LAYERS: dict[str, set[str]] = {
     "recipe": set(),
     "runtime": {"recipe"},

@@ -25,7 +25,7 @@ PTX_ARCH = 90
 # The oldest glibc of torch's own wheels.
 GLIBC = (2, 28)
 ELF_MACHINES = {"x86_64": 62, "aarch64": 183}
-# What a wheel may need from the machine; CUDA and torch are resolved at run time.
+# Libraries of the machine that a wheel may need; CUDA and torch are resolved at run time.
 SYSTEM_LIBRARIES = {
     "libc.so.6",
     "libdl.so.2",
@@ -101,7 +101,7 @@ def fatbin_entries(image: bytes) -> set[tuple[int, int]]:
 
 
 def tag_problems(wheel: Path) -> list[str]:
-    """Say what is wrong with the name of a wheel for everybody."""
+    """Yield the faults in the name of a wheel for release."""
     python, abi, platforms = wheel.stem.split("-")[-3:]
     machine = platforms.rpartition("2_28_")[2]
     expected = f"manylinux_{GLIBC[0]}_{GLIBC[1]}_{machine}"
@@ -114,7 +114,7 @@ def tag_problems(wheel: Path) -> list[str]:
 
 
 def metadata_problems(archive: zipfile.ZipFile) -> list[str]:
-    """Say what is wrong with the files beside the extension module."""
+    """Yield the faults of the files beside the extension module."""
     names = archive.namelist()
     problems = [
         f"{name} is missing"
@@ -138,7 +138,7 @@ def metadata_problems(archive: zipfile.ZipFile) -> list[str]:
 def extension_problems(
     name: str, image: bytes, archs: set[int], *, of_this_machine: bool
 ) -> list[str]:
-    """Say what is wrong with the extension module."""
+    """Yield the faults of the extension module."""
     problems = []
     needed = set(needed_libraries(image))
     glibc = newest_glibc(image)
@@ -162,7 +162,7 @@ def extension_problems(
 
 
 def problems_of(wheel: Path, archs: set[int], *, of_this_machine: bool = False) -> list[str]:
-    """Say what is wrong with a wheel, without importing it."""
+    """Yield the faults of a wheel, without importing it."""
     size = wheel.stat().st_size
     print(f"{wheel.name}: {size / 1e6:.2f} MB")
     problems = [] if of_this_machine else tag_problems(wheel)

@@ -1,4 +1,4 @@
-"""Run the Python blocks of tutorials while the pages are built, and show what each prints.
+"""Run the Python blocks of tutorials while the pages are built, and show their output.
 
 The blocks of a page are one program. A block that fails ends the build.
 """

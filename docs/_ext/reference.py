@@ -1,4 +1,4 @@
-"""Write the pages of the reference's modules: summary tables of what is public, and a page for each name.
+"""Write the pages of the reference's modules: summary tables of public names, and a page for each name.
 
 The names are those of ``__all__``, so that a new one is in the reference by being public.
 """
@@ -32,7 +32,7 @@ MODULES = {
     "te_fast.profiling": "Profiling",
     "te_fast.doctor": "The doctor",
 }
-# What te_fast does not define is torch's to document.
+# torch documents names that te_fast does not define.
 OWN = "te_fast"
 
 

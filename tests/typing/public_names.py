@@ -1,4 +1,4 @@
-"""What mypy must refuse, and what it must not, of code that uses te_fast; `make lint` checks it, nothing runs it.
+"""Code that mypy must refuse or accept; `make lint` checks it, and nothing runs it.
 
 An ignore that hides no error is an error (``warn_unused_ignores``), so that each one asserts that its line is refused.
 """

@@ -1,4 +1,4 @@
-"""LayerNormLinear and LayerNormMLP on the host backend: what is true of both."""
+"""LayerNormLinear and LayerNormMLP on the host backend: common properties."""
 
 import copy
 import pickle

@@ -1,4 +1,4 @@
-"""convert: results, gradients and states are those of the model; what it does not know is left, and said."""
+"""convert: results, gradients and states are those of the model; unknown modules stay, and are reported."""
 
 from __future__ import annotations
 

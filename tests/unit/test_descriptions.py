@@ -1,4 +1,4 @@
-"""What names, reprs and listings show: the first thing that a person sees in a shell."""
+"""Names, reprs and listings, which a person sees first in a shell."""
 
 import inspect
 

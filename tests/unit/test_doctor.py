@@ -1,4 +1,4 @@
-"""The doctor: a script computes what it computes without, and a trace is added up by who caused what."""
+"""The doctor: a script computes the same numbers under it, and a trace is added up by module."""
 
 import json
 import os

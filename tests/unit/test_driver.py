@@ -1,4 +1,4 @@
-"""Machines with a CUDA driver that te_fast cannot use: what works there, and what it says.
+"""Machines with a CUDA driver that te_fast cannot use: working calls, and error messages.
 
 A stub stands in for the driver: a library of the driver's name that reports a version.
 """

@@ -1,4 +1,4 @@
-"""What Megatron-LM's own CUDA graphs call of Transformer Engine."""
+"""The functions of Transformer Engine that Megatron-LM's own CUDA graphs call."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Layers, chains and regions in one graph: what a compiled model computes is what eager computes, bit for bit."""
+"""Layers, chains and regions in one graph: a compiled model has the bits of an eager one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FP8 weights in graphs: what a compiled model computes with them is what eager computes, bit for bit."""
+"""FP8 weights in graphs: a compiled model has the bits of an eager one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experts' weights that are quantised tensors: what is theirs beside what test_quantized_weights.py asks of all."""
+"""Experts' weights that are quantised tensors, beyond test_quantized_weights.py."""
 
 import copy
 import io

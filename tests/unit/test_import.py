@@ -1,4 +1,4 @@
-"""What importing te_fast does, and what it must not do."""
+"""Effects of importing te_fast, and effects that it must not have."""
 
 import pytest
 

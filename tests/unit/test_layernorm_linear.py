@@ -1,4 +1,4 @@
-"""LayerNormLinear on the host backend: what it has beyond test_compound_layers.py."""
+"""LayerNormLinear on the host backend, beyond test_compound_layers.py."""
 
 import threading
 

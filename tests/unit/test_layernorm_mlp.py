@@ -1,4 +1,4 @@
-"""LayerNormMLP on the host backend: what it has beyond test_compound_layers.py."""
+"""LayerNormMLP on the host backend, beyond test_compound_layers.py."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What is true of Linear, LayerNormLinear and LayerNormMLP alike, beyond their numbers."""
+"""Common properties of Linear, LayerNormLinear and LayerNormMLP, beyond their numbers."""
 
 import copy
 import sys

@@ -1,4 +1,4 @@
-"""What layers hold, and what holds them: garbage collection, and threads that share a chain."""
+"""Lifetimes: references of layers and to layers, garbage collection, and threads that share a chain."""
 
 from __future__ import annotations
 

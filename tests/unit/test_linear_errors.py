@@ -1,4 +1,4 @@
-"""What Linear refuses, and what it says."""
+"""Errors of Linear and their messages."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What a forward of Linear keeps for its backward."""
+"""The tensors that a forward of Linear keeps for its backward."""
 
 import pytest
 import torch

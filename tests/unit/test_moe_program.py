@@ -1,4 +1,4 @@
-"""te_fast.pytorch.MoE as one program: the bits of its parts called one by one, and what it launches."""
+"""te_fast.pytorch.MoE as one program: the bits of its parts called one by one, and its launches."""
 
 import copy
 import pickle

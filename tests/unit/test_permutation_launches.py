@@ -1,4 +1,4 @@
-"""What permutations launch: the map of a mask is made by the launch that moves the rows."""
+"""Launches of permutations: the launch that moves the rows makes the map of a mask."""
 
 from __future__ import annotations
 

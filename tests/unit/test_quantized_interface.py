@@ -1,4 +1,4 @@
-"""What programs written for Transformer Engine reach for in quantised tensors beside their values."""
+"""The interface of quantised tensors that programs for Transformer Engine use, beside the values."""
 
 import pickle
 

@@ -1,4 +1,4 @@
-"""What torch's operations do to quantised tensors: which keep the class, which write, which dequantise."""
+"""torch's operations on quantised tensors: which keep the class, which write, which dequantise."""
 
 import io
 

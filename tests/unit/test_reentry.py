@@ -1,4 +1,4 @@
-"""Nothing is borrowed while Python runs: what a call lets in may use what the call uses.
+"""Nothing is borrowed while Python runs: code that a call lets in may use the same objects.
 
 A call lets garbage collection in at its allocations, as far as Python collects there (up to 3.11), and where torch has
 no exchange table at every attribute that is read.

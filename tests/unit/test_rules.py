@@ -1,4 +1,4 @@
-"""The checks of tools/ find what they are there to find."""
+"""The checks of tools/ find the faults that they look for."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Where code written for Transformer Engine looks for things, and what it is told of those that are not there."""
+"""Modules where code for Transformer Engine looks for names, and the errors for missing names."""
 
 import importlib.metadata
 import json
