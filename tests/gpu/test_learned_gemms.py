@@ -10,9 +10,9 @@ import sys
 
 import pytest
 import torch
+from guarded import Guarded
 
 import te_fast.pytorch as te
-from guarded import Guarded
 from te_fast import dispatch
 from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 
@@ -183,7 +183,7 @@ print(dispatch.counters()["learned_gemms"])
 @pytest.mark.parametrize("wanted", ["0", "1"])
 def test_the_environment_turns_learning_off(wanted):
     environment = os.environ | {"TE_FAST_LEARN": wanted}
-    run = subprocess.run(  # noqa: S603
+    run = subprocess.run(
         [sys.executable, "-c", CHILD], env=environment, capture_output=True, text=True, check=True
     )
     assert (int(run.stdout) > 0) == (wanted == "1")
