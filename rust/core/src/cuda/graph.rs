@@ -61,6 +61,9 @@ impl Captured {
             (calls.cuGraphGetEdges)(self.graph, std::ptr::null_mut(), std::ptr::null_mut(), &raw mut edges)
         })?;
         let (mut from, mut to) = (vec![std::ptr::null_mut(); edges], vec![std::ptr::null_mut(); edges]);
+        if edges == 0 {
+            return Ok(in_order(&nodes, &from, &to));
+        }
         // SAFETY: as above; room for `edges` nodes in each.
         check("cuGraphGetEdges", unsafe {
             (calls.cuGraphGetEdges)(self.graph, from.as_mut_ptr(), to.as_mut_ptr(), &raw mut edges)

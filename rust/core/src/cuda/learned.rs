@@ -87,8 +87,8 @@ struct Rule {
 
 impl<const N: usize> Learned<N> {
     /// Learns the launches of `call`, which makes them on a stream with the addresses that it is given. An address that no
-    /// call has is of alignment 0; the others are multiples of theirs, in bytes. None if something else than the addresses
-    /// decides about the launches, or if one of them cannot be repeated.
+    /// call has is of alignment 0; the others are multiples of theirs, in bytes. None if `call` fails, if something else than
+    /// the addresses decides about the launches, or if one of them cannot be repeated.
     pub(crate) fn learn(
         queue: &mut CudaQueue<'_>,
         alignments: &[u64; N],
@@ -100,8 +100,8 @@ impl<const N: usize> Learned<N> {
         for addresses in &addresses {
             let captured = Captured::of(queue, |queue| call(queue.stream, addresses)).ok()?;
             let nodes = captured.nodes_in_order().ok()??;
-            let steps = nodes.into_iter().map(|node| Step::of(calls, node)).collect::<Option<Vec<_>>>()?;
-            captures.push(steps);
+            let steps: Option<Vec<_>> = nodes.into_iter().map(|node| Step::of(calls, node)).collect();
+            captures.push(steps?);
         }
         let rules = rules_of(&captures, &addresses)?;
         let steps = captures.swap_remove(0).into_iter().zip(rules).collect();

@@ -39,7 +39,7 @@ const CANDIDATES: usize = 8;
 const POINTERS: usize = size_of::<GemmPointers<u64>>() / size_of::<u64>();
 /// A plan's launches are learned when it has been called so often outside of graphs: it takes as long as 15 calls.
 const CALLS_BEFORE_LEARNING: u32 = 8;
-/// Bytes that the scales of blocks, and scale and maximum of a result, are a multiple of.
+/// Bytes that the addresses of scales and of a result's maximum are multiples of: cuBLASLt refuses others.
 const SCALE_ALIGNMENT: u64 = 16;
 /// Bytes that the workspace is a multiple of.
 const WORKSPACE_ALIGNMENT: u64 = 256;
@@ -452,11 +452,7 @@ impl CublasPlan {
     /// What each pointer is a multiple of.
     fn alignments_of(&self, problem: &Problem) -> [u64; POINTERS] {
         let given = u64::from(problem.alignment);
-        let of_scale = |mode: ScaleMode| match mode {
-            ScaleMode::None => 0,
-            ScaleMode::Tensor => size_of::<f32>() as u64,
-            ScaleMode::Block1d | ScaleMode::Block2d => SCALE_ALIGNMENT,
-        };
+        let of_scale = |mode: ScaleMode| if mode == ScaleMode::None { 0 } else { SCALE_ALIGNMENT };
         let result = if self.stores_fp8 { SCALE_ALIGNMENT } else { 0 };
         in_a_row(&GemmPointers {
             x: given,
