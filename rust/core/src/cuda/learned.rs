@@ -303,9 +303,9 @@ impl Origin {
 
 /// Whether the launch asks for nothing that [`Step::launch`] would not ask for.
 fn has_common_attributes(calls: &Functions, node: CUgraphNode) -> bool {
-    /// Access policy window, cooperative launch, synchronisation policy, programmatic serialisation and event, domain of memory
-    /// synchronisation, preferred cluster, event of the launch's completion, node that kernels update, carveout of shared memory.
-    const OTHERS: [u32; 10] = [1, 2, 3, 6, 7, 10, 11, 12, 13, 14];
+    /// Access policy window, cooperative launch, domain of memory synchronisation, preferred cluster, node that kernels
+    /// update, carveout of shared memory. Edges would tell of a programmatic launch.
+    const OTHERS: [u32; 6] = [1, 2, 10, 11, 13, 14];
     OTHERS.iter().all(|&id| attribute(calls, node, id).is_none_or(|value| value.iter().all(|&word| word == 0)))
 }
 

@@ -519,7 +519,7 @@ impl CublasPlan {
         }
         self.call(queue.stream, &io, problem)?;
         if let Way::Library { calls } = &mut *way {
-            *calls += 1;
+            *calls = calls.saturating_add(1);
             if *calls >= CALLS_BEFORE_LEARNING {
                 self.learn(queue, &mut way, problem)?;
             }
