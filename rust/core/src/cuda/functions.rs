@@ -62,7 +62,6 @@ functions! {
     cuEventDestroy_v2(CUevent),
     cuEventRecord(CUevent, CUstream),
     cuFuncGetAttribute(*mut c_int, CUfunction_attribute, CUfunction),
-    cuFuncGetParamInfo(CUfunction, usize, *mut usize, *mut usize),
     cuFuncSetAttribute(CUfunction, CUfunction_attribute, c_int),
     cuGetErrorString(Status, *mut *const c_char),
     cuGraphDestroy(CUgraph),

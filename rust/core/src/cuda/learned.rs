@@ -151,11 +151,7 @@ impl Step {
         let [x, y, z, ..] = attribute(calls, node, CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION as u32)?;
         let preference = CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE as u32;
         let [scheduling, ..] = attribute(calls, node, preference)?;
-        let parameters = if captured.kernelParams.is_null() {
-            buffer_of(&captured)?
-        } else {
-            gathered(calls, function, captured.kernelParams)?
-        };
+        let parameters = buffer_of(&captured)?;
         let shape = Shape::Kernel {
             function,
             grid: [captured.gridDimX, captured.gridDimY, captured.gridDimZ],
@@ -303,9 +299,9 @@ impl Origin {
 
 /// Whether the launch asks for nothing that [`Step::launch`] would not ask for.
 fn has_common_attributes(calls: &Functions, node: CUgraphNode) -> bool {
-    /// Access policy window, cooperative launch, domain of memory synchronisation, preferred cluster, node that kernels
-    /// update, carveout of shared memory. Edges would tell of a programmatic launch.
-    const OTHERS: [u32; 6] = [1, 2, 10, 11, 13, 14];
+    /// Access policy window, cooperative launch, domain of memory synchronisation, preferred cluster, carveout of shared
+    /// memory. Edges would tell of a programmatic launch.
+    const OTHERS: [u32; 5] = [1, 2, 10, 11, 14];
     OTHERS.iter().all(|&id| attribute(calls, node, id).is_none_or(|value| value.iter().all(|&word| word == 0)))
 }
 
@@ -320,7 +316,8 @@ fn attribute(calls: &Functions, node: CUgraphNode, id: u32) -> Option<[u32; 16]>
     (status == SUCCESS).then_some(value.0)
 }
 
-/// The parameters of a kernel that was launched with all of them in one buffer.
+/// The parameters of a kernel that was launched with all of them in one buffer, as cuBLASLt launches its kernels for Hopper and
+/// later GPUs. None if there is a pointer to each: the driver has no name for how many there are.
 fn buffer_of(captured: &CUDA_KERNEL_NODE_PARAMS) -> Option<Vec<u8>> {
     let (mut entry, mut buffer, mut bytes) = (captured.extra, std::ptr::null::<u8>(), 0);
     if entry.is_null() {
@@ -347,25 +344,6 @@ fn buffer_of(captured: &CUDA_KERNEL_NODE_PARAMS) -> Option<Vec<u8>> {
     }
     // SAFETY: the launch's own copy of its parameters, which lives as long as the graph.
     (!buffer.is_null()).then(|| unsafe { std::slice::from_raw_parts(buffer, bytes) }.to_vec())
-}
-
-/// The parameters of a kernel that was launched with a pointer to each, in one buffer.
-fn gathered(calls: &Functions, function: CUfunction, parameters: *mut *mut c_void) -> Option<Vec<u8>> {
-    let mut buffer = Vec::new();
-    for index in 0.. {
-        let (mut offset, mut bytes) = (0, 0);
-        // SAFETY: a function of the driver's; writes two numbers, or refuses an index behind the last.
-        if unsafe { (calls.cuFuncGetParamInfo)(function, index, &raw mut offset, &raw mut bytes) } != SUCCESS {
-            break;
-        }
-        // SAFETY: a list of as many pointers as the function has parameters.
-        let parameter = unsafe { parameters.wrapping_add(index).read() }.cast::<u8>();
-        // SAFETY: the launch's own copy of this parameter, of as many bytes.
-        let parameter = unsafe { std::slice::from_raw_parts(parameter, bytes) };
-        buffer.resize(offset, 0);
-        buffer.extend_from_slice(parameter);
-    }
-    (!buffer.is_empty()).then_some(buffer)
 }
 
 /// Bytes as words, zeros behind the last.
