@@ -101,6 +101,30 @@ def test_experts_one_by_one_are_near_one_launch(name, on_device, single, monkeyp
         near(got, wanted, 2e-2)
 
 
+@pytest.mark.parametrize("on_device", [False, True], ids=["list", "device"])
+@pytest.mark.parametrize(
+    ("dtype", "sizes"),
+    [(torch.float32, (96, 64)), (torch.bfloat16, (69, 276)), (torch.float16, (64, 36))],
+    ids=str,
+)
+def test_types_and_sizes_without_a_kernel_run_one_by_one(dtype, sizes, on_device):
+    """As in Transformer Engine, which multiplies them with cuBLAS."""
+    layer = te.GroupedLinear(len(SPLITS), *sizes, params_dtype=dtype, device="cuda")
+    torch.manual_seed(1)
+    x = torch.randn(sum(SPLITS), sizes[0], dtype=dtype, device="cuda", requires_grad=True)
+    grad = torch.randn(sum(SPLITS), sizes[1], dtype=dtype, device="cuda")
+    y = layer(x, torch.tensor(SPLITS, device="cuda") if on_device else list(SPLITS))
+    y.backward(grad)
+    bound = 1e-2 if dtype.itemsize == 2 else 1e-3
+    parts = zip(*[t.double().split(list(SPLITS)) for t in (x, y, grad, x.grad)], strict=True)
+    for number, (rows, out, of_out, of_rows) in enumerate(parts):
+        weight, bias = getattr(layer, f"weight{number}"), getattr(layer, f"bias{number}")
+        near(out, rows @ weight.double().T + bias.double(), bound)
+        near(of_rows, of_out @ weight.double(), bound)
+        near(weight.grad.double(), of_out.T @ rows, bound)
+        near(bias.grad.double(), of_out.sum(0), bound)
+
+
 def test_blocks_one_by_one(monkeypatch):
     results = []
     for loop in (False, True):

@@ -85,6 +85,34 @@ def test_linear_against_fp64(scaling, override, dtype):
 
 @OVERRIDES
 @SCALINGS
+@pytest.mark.parametrize("kind", ["layer", "operation"])
+def test_experts_against_fp64(kind, scaling, override):
+    splits = [24, 0, 7, 33]
+    torch.default_generator.manual_seed(3)
+    if kind == "layer":
+        layer = te.GroupedLinear(4, 96, 48, params_dtype=torch.float32, device="cpu")
+    else:
+        layer = te.ops.GroupedLinear(4, 96, 48, dtype=torch.float32, device="cpu")
+    x, dy = torch.randn(64, 96, requires_grad=True), torch.randn(64, 48)
+    with te.autocast(recipe=recipe_of(scaling, override)):
+        y = layer(x, torch.tensor(splits))
+    y.backward(dy)
+    with te.autocast(recipe=recipe_of(scaling)), torch.no_grad():
+        assert torch.equal(y, layer(x, torch.tensor(splits)))
+    parts = zip(x.split(splits), x.grad.split(splits), dy.split(splits), strict=True)
+    for number, (rows, grad, of_y) in enumerate(parts):
+        weight, bias = getattr(layer, f"weight{number}"), getattr(layer, f"bias{number}")
+        if not len(rows):
+            assert not weight.grad.any()
+            continue
+        xq, wq = operands(rows, weight, scaling, override)
+        check(grad, of_y.double() @ wq, torch.float32)
+        check(weight.grad, of_y.double().t() @ xq, torch.float32)
+        check(bias.grad, of_y.double().sum(0), torch.float32)
+
+
+@OVERRIDES
+@SCALINGS
 def test_a_chain_against_fp64(scaling, override):
     """Two linear layers with an activation in between, as one program."""
     torch.default_generator.manual_seed(3)

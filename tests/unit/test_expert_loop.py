@@ -1,6 +1,8 @@
 """Experts one by one, as on GPUs without kernels for all of them: the bits of the one launch."""
 
 import copy
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ from grouped_layers import SPLITS, grads, inputs, make, step, with_biases
 from linear_layers import DTYPES, casts, close
 from recipes import RECIPES
 from te_fast import _config
+from te_fast.common.recipe import Float8CurrentScaling
+from te_fast.ops import expert_loop
 
 ALL = {"high": lambda: None, **RECIPES}
 
@@ -20,6 +24,48 @@ ALL = {"high": lambda: None, **RECIPES}
 def one_by_one(monkeypatch):
     """Turns the loop on or off."""
     return lambda on=True: monkeypatch.setattr(_config, "EXPERT_LOOP", on)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "lines", "where", "looped"),
+    [
+        (torch.bfloat16, (64, 96), nullcontext, False),
+        (torch.float16, (8, 16), nullcontext, False),
+        (torch.bfloat16, (64, 100), nullcontext, True),
+        (torch.bfloat16, (69, 64), nullcontext, True),
+        (torch.float32, (64, 96), nullcontext, True),
+        (torch.float32, (64, 96), lambda: in_autocast(), False),
+        (torch.float32, (64, 100), lambda: in_autocast(), True),
+        (torch.float32, (64, 96), lambda: in_fp8(), False),
+        (torch.float32, (64, 96), lambda: in_fp8("high_precision"), True),
+        (torch.bfloat16, (64, 96), lambda: in_fp8("high_precision"), False),
+        (torch.bfloat16, (64, 96), lambda: in_fp8("dequantized"), True),
+        (torch.bfloat16, (64, 96), lambda: in_fp8("dequantized", enabled=False), False),
+    ],
+)
+def test_what_one_launch_on_a_gpu_takes(dtype, lines, where, looped, monkeypatch):
+    """No GPU is asked: the tensor is a stand-in that says where it is and of what type."""
+    monkeypatch.setattr(expert_loop, "_has_one_launch", lambda _: True)
+    x = SimpleNamespace(device=torch.device("cuda", 0), dtype=dtype)
+    with where():
+        assert expert_loop.is_needed(x, *lines) is looped
+    monkeypatch.setattr(expert_loop, "_has_one_launch", lambda _: False)
+    assert expert_loop.is_needed(x, *lines)
+
+
+@contextmanager
+def in_autocast():
+    """As torch.autocast("cuda", torch.bfloat16), which does nothing without a GPU."""
+    torch.set_autocast_dtype("cuda", torch.bfloat16)
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+
+
+def in_fp8(override=None, *, enabled=True):
+    return te.autocast(enabled=enabled, recipe=Float8CurrentScaling(backward_override=override))
 
 
 @pytest.mark.parametrize("single", [False, True], ids=["parts", "single"])

@@ -44,6 +44,41 @@ assert DropPath.__module__ == "te_fast.pytorch.transformer"
 import te_fast.pytorch as te
 assert te.DotProductAttention is DotProductAttention and te.Linear is not Linear
 """,
+    "each layer works where nothing else was asked for": """
+import os, sys, torch
+import te_fast.pytorch as te
+from te_fast.common.recipe import Float8CurrentScaling
+common = {"device": "cpu"}
+makers = {
+    "Linear": lambda: (te.Linear(32, 32, **common), (16, 32)),
+    "LayerNorm": lambda: (te.LayerNorm(32, **common), (4, 32)),
+    "RMSNorm": lambda: (te.RMSNorm(32, **common), (4, 32)),
+    "LayerNormLinear": lambda: (te.LayerNormLinear(32, 32, **common), (16, 32)),
+    "LayerNormMLP": lambda: (te.LayerNormMLP(32, 64, **common), (16, 32)),
+    "MoE": lambda: (te.MoE(32, 64, 2, 1, **common), (16, 32)),
+    "MultiheadAttention": lambda: (te.MultiheadAttention(32, 2, **common), (16, 1, 32)),
+    "TransformerLayer": lambda: (te.TransformerLayer(32, 64, 2, **common), (16, 1, 32)),
+}
+failed = []
+for name, make in makers.items():
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            layer, shape = make()
+            for enabled in (False, True):
+                with te.autocast(enabled=enabled, recipe=Float8CurrentScaling()):
+                    y = layer(torch.randn(shape, requires_grad=True))
+                (y[0] if isinstance(y, tuple) else y).sum().backward()
+            code = 0
+        except BaseException as error:
+            print(name, repr(error), file=sys.stderr, flush=True)
+        finally:
+            os._exit(code)
+    if os.waitpid(child, 0)[1] != 0:
+        failed.append(name)
+assert not failed, failed
+""",
     "a star brings every name": """
 import te_fast.pytorch as te
 from te_fast.pytorch import *

@@ -278,6 +278,20 @@ def test_a_scaled_step_is_skipped_on_the_device():
     assert difference(weights, reference.weights) < 2e-6
 
 
+@pytest.mark.parametrize("master", [False, True], ids=["plain", "master"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_a_scaled_step_leaves_unscaled_gradients(dtype, master):
+    """As Transformer Engine's kernel does, and torch's."""
+    weights = [torch.nn.Parameter(weight.detach().to(dtype)) for weight in parameters()]
+    optimizer = FusedAdam(weights, lr=1e-3, capturable=True, master_weights=master)
+    for found in (True, False):
+        for weight in weights:
+            weight.grad = torch.full_like(weight, 64.0)
+        optimizer.step(grad_scaler=Scaler(1024.0, found))
+        wanted = 64.0 if found else 64.0 / 1024
+        assert all(torch.equal(w.grad, torch.full_like(w, wanted)) for w in weights)
+
+
 def test_parameters_without_gradients_and_groups_without_parameters():
     weights = parameters()
     optimizer = FusedAdam([{"params": weights}, {"params": []}], **OPTIONS)

@@ -524,3 +524,28 @@ def test_the_context_is_left_as_it_was_entered():
         te.fp8_model_init(enabled=True),
     ):
         assert is_quantized(MAKERS["linear"]().weight)
+
+
+@pytest.mark.parametrize("kind", [te.Linear, te.ops.Linear], ids=["layer", "operation"])
+def test_views_in_inference_mode(kind, recipe):
+    """Views of a weight that was made outside: whoever saves or looks at a model may be in inference mode."""
+    with te.quantized_model_init(recipe=recipe):
+        layer = kind(32, 48, device="cpu")
+    x = torch.randn(32, 32)
+    plain = layer.weight.dequantize().detach()
+    with torch.inference_mode():
+        weight = layer.weight.detach()
+        assert type(weight) is type(layer.weight.data)
+        assert torch.equal(weight.dequantize(), plain)
+        assert torch.equal(layer.weight.view(48, 32).dequantize(), plain)
+        assert torch.equal(layer.weight.t(), plain.t())
+        assert torch.equal(layer.weight[:16].to(torch.float64), plain[:16].double())
+        (saved,) = (v for name, v in layer.state_dict().items() if name.endswith("weight"))
+        with te.autocast(recipe=recipe):
+            y = layer(x)
+    assert torch.equal(saved.dequantize(), plain)
+    with te.autocast(recipe=recipe):
+        again = layer(x)
+    assert torch.equal(again, y)
+    again.sum().backward()
+    assert layer.weight.grad.any()

@@ -60,6 +60,7 @@ class Report:
 
     Examples
     --------
+    >>> import torch
     >>> import te_fast
     >>> report = te_fast.convert_checkpoint.Report()
     >>> state = te_fast.convert_checkpoint({"weight": torch.ones(2)}, report=report)
@@ -119,6 +120,7 @@ def convert_checkpoint(
 
     Examples
     --------
+    >>> import torch
     >>> import te_fast
     >>> import te_fast.pytorch as te
     >>> layer = te.Linear(16, 16, device="cpu")
@@ -221,6 +223,7 @@ def convert_file(
     --------
     >>> import tempfile
     >>> from pathlib import Path
+    >>> import torch
     >>> import te_fast
     >>> folder = Path(tempfile.mkdtemp())
     >>> torch.save({"weight": torch.ones(2)}, folder / "own.pt")

@@ -50,8 +50,9 @@ def counters() -> dict[str, int]:
     Returns
     -------
     dict
-        ``launches``, ``gemms``, ``plan_hits``, ``plan_misses``, ``guard_switches``,
-        ``weight_casts`` and ``allocations`` (private device buffers; torch's are not counted).
+        ``launches``, ``gemms``, ``learned_gemms`` (those launched without cuBLASLt, as learned from it),
+        ``plan_hits``, ``plan_misses``, ``guard_switches``, ``weight_casts`` and ``allocations`` (private device
+        buffers; torch's are not counted).
 
     See Also
     --------

@@ -546,7 +546,7 @@ class GroupedLinear(PartedLayer):
         """
         if not isinstance(inp, torch.Tensor):
             self._check_input(inp, "in_features", self.in_features, torch.device("cpu"))
-        if is_needed(inp.device):
+        if is_needed(inp, self.in_features, self.out_features):
             given = out is not None or dgrad_out is not None
             refuse(self.name, {"out or dgrad_out of experts that run one by one": given})
             return self._with_biases(self._looped(inp, m_splits, is_first_microbatch))

@@ -387,12 +387,17 @@ class Call:
                 self.tensors.append(self._marked(index, y) if is_tensor else None)
                 if is_tensor:
                     continue
-                if slot in routing.outputs or any(user not in step.indices for user in users):
-                    message = (
-                        f"op {labels[index]}: {type(step.op).__name__} returned {_named(y)} as extra "
-                        f"output {number}, which is needed elsewhere"
-                    )
-                    raise StateError(message)
+                if slot in routing.outputs:
+                    reason = "is public"
+                elif any(user not in step.indices for user in users):
+                    reason = "is read by an operation outside its forward fusion"
+                else:
+                    continue
+                message = (
+                    f"op {labels[index]}: extra output {number} {reason}, but {type(step.op).__name__} returned "
+                    f"{_named(y)} for it"
+                )
+                raise StateError(message)
 
     def _marked(self, index: int, y: torch.Tensor) -> torch.Tensor:
         """Return an extra output whose ``requires_grad`` tells its consumer whether it needs a gradient."""

@@ -12,6 +12,7 @@ from torch.nn import functional
 from te_fast import _config
 from te_fast.errors import UnsupportedError
 from te_fast.runtime import main_grad, native
+from te_fast.runtime.compiling import is_traced
 from te_fast.runtime.global_state import autocast_state
 from te_fast.tensor.stacks import experts_of
 
@@ -21,11 +22,40 @@ _ONE_LAUNCH = (9, 0)
 _ROWS = 8
 
 
-def is_needed(device: torch.device) -> bool:
-    """Tell whether experts run one by one on a device."""
-    if _config.EXPERT_LOOP:
+def is_needed(x: torch.Tensor, *lines: int) -> bool:
+    """Tell whether experts run one by one on values of a tensor's device and type.
+
+    Products of all experts in one launch need a GPU that they are compiled for, operands in FP8 or of 16 bits, and
+    lines of a multiple of 16 bytes. Their gradients are of the operands as they were multiplied.
+
+    Parameters
+    ----------
+    x : torch.Tensor
+        The input, or a weight.
+    *lines : int
+        Elements of the lines of input, weights and result.
+    """
+    if _config.EXPERT_LOOP or (x.device.type == "cuda" and not _has_one_launch(x.device.index)):
         return True
-    return device.type == "cuda" and not _has_one_launch(device.index)
+    if is_traced(x):  # the operator itself says what it does not take
+        return False
+    recipe = native.autocast_objects()[0]
+    override = getattr(recipe, "backward_override", None)
+    if override is not None and not autocast_state.fp8_enabled:
+        recipe = override = None
+    if override == "dequantized":
+        return True
+    if x.device.type != "cuda" or _is_taken(x.dtype, lines):
+        return False
+    if override is None and recipe is not None and autocast_state.fp8_enabled:
+        return False
+    in_autocast = torch.is_autocast_enabled("cuda")
+    return not (in_autocast and _is_taken(torch.get_autocast_dtype("cuda"), lines))
+
+
+def _is_taken(dtype: torch.dtype, lines: Sequence[int]) -> bool:
+    """Tell whether one launch multiplies operands of a type as they are."""
+    return dtype.itemsize == 2 and all(line % 8 == 0 for line in lines)
 
 
 @cache

@@ -435,6 +435,11 @@ class BasicOperation(FusibleOperation, RecipeStateModule, metaclass=abc.ABCMeta)
             Return it to the caller, too.
         """
         self._check_slot("output", index, self.num_extra_outputs, channel)
+        if not isinstance(output_to_caller, bool):
+            message = (
+                f"{type(self).__name__}: output_to_caller must be a bool, got {output_to_caller!r}"
+            )
+            raise ArgumentError(message)
         if channel is None:
             self._extra_output_channels.pop(index, None)
         else:
@@ -443,12 +448,14 @@ class BasicOperation(FusibleOperation, RecipeStateModule, metaclass=abc.ABCMeta)
 
     def _check_slot(self, kind: str, index: int, count: int, channel: Any) -> None:
         if not isinstance(index, int) or not 0 <= index < count:
-            message = f"{type(self).__name__} has {count} extra {kind}s, there is no number {index}"
+            message = (
+                f"{type(self).__name__}: extra {kind} {index!r} is out of range: there are {count}"
+            )
             raise ArgumentIndexError(message)
         if channel is not None and (not isinstance(channel, str) or not channel):
             message = (
-                f"{type(self).__name__}: a channel's name must be a str that is not empty, or None for no "
-                f"channel, got {channel!r}"
+                f"{type(self).__name__}: a channel's name must be a non-empty string, or None for no channel, "
+                f"got {channel!r}"
             )
             raise ArgumentError(message)
 

@@ -461,6 +461,12 @@ class FusedAdam(torch.optim.Optimizer):
         )
         for update in updates:
             update.keep()
+        if grad_scale is not None:
+            # The kernel has divided the gradients by the scale. Gradients that were copied for it get the quotients,
+            # too.
+            copied = [update for update in updates if update.grad is not update.given_grad]
+            if copied:
+                torch._foreach_copy_([u.given_grad for u in copied], [u.grad for u in copied])
         # One launch for all tensors of a type, if torch has such a function.
         targets = [update.local for update in updates if update.is_rounded]
         if targets:
@@ -475,7 +481,8 @@ class _Update:
         if not optimizer.state[parameter]:
             optimizer.initialize_state(parameter)
         self.local: Any = _local(parameter).detach()
-        self.grad = _local(grad).float()
+        self.given_grad = _local(grad)
+        self.grad = self.given_grad.float()
         self.exp_avg, self.exp_avg_sq = (
             optimizer.get_unscaled_state(parameter, name) for name in _MOMENTS
         )

@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from te_fast.errors import QuantizedTensorError, UnsupportedError
 from te_fast.runtime import native
@@ -36,8 +38,11 @@ def dispatch(func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         As ``__torch_dispatch__`` passes them.
     """
     handler = _handlers.get(func)
+    is_shared = func.is_view and torch.is_inference_mode_enabled() and not args[0].is_inference()
     if handler is not None:
-        result = handler(*args, **kwargs)
+        # A tensor and its views count versions together. Tensors that are made in inference mode count none.
+        with torch.inference_mode(mode=False) if is_shared else nullcontext():
+            result = handler(*args, **kwargs)
         if result is not NotImplemented:
             return result
     if func in passthrough_ops:
@@ -55,7 +60,13 @@ def dispatch(func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         raise UnsupportedError(message)
     if func._schema.is_mutable:
         return _write_in_place(func, args, kwargs)
-    return func(*(_plain(arg) for arg in args), **{key: _plain(arg) for key, arg in kwargs.items()})
+    result = func(
+        *(_plain(arg) for arg in args), **{key: _plain(arg) for key, arg in kwargs.items()}
+    )
+    if not is_shared:
+        return result
+    with torch.inference_mode(mode=False):
+        return tree_map_only(torch.Tensor, torch.clone, result)
 
 
 def _plain(arg: Any) -> Any:

@@ -141,8 +141,8 @@ def check_recipe(parameter: Any, recipe: Recipe, owner: str, name: str) -> None:
     expected = None if quantizer is None else quantizer._get_compatible_recipe()
     if expected is not None and not isinstance(recipe, expected):
         message = (
-            f"{owner}: {name} was quantised for {expected.__name__}, and the region's recipe is "
-            f"{type(recipe).__name__}; use that of quantized_model_init"
+            f"{owner}: Recipe mismatch for {name}: it was quantised for {expected.__name__}, and the region's recipe "
+            f"is {type(recipe).__name__}; give autocast the recipe of quantized_model_init"
         )
         raise StateError(message)
 

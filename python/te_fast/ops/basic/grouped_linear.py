@@ -238,7 +238,7 @@ class GroupedLinear(ExtraTensorOperation, WeightedOperation):
             if min(listed) < 0 or sum(listed) > rows:
                 message = f"{name}: counts of rows must not be negative nor exceed {rows} in sum, got {listed}"
                 raise ShapeError(message)
-            if is_needed(x.device):  # the host reads counts there
+            if self._is_looped(x):  # the host reads counts there
                 return counts.to(torch.int64)
         elif counts.device != x.device:
             message = f"{name}: counts must be on the host or on {x.device}, where the input is, got {counts.device}"
@@ -320,8 +320,12 @@ class GroupedLinear(ExtraTensorOperation, WeightedOperation):
 
     def _is_native(self, beside: Beside = ALONE) -> bool:
         """Tell whether a native program runs this: not with scaled biases, and not if experts run one by one."""
-        alone = self.scale_bias or is_needed(getattr(self, self._weight_names[0]).device)
+        alone = self.scale_bias or self._is_looped(getattr(self, self._weight_names[0]))
         return not alone and super()._is_native(beside)
+
+    def _is_looped(self, like: torch.Tensor) -> bool:
+        """Tell whether experts run one by one on values like these."""
+        return is_needed(like, self.in_features, self.out_features)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Move the parameters, and choose the path for the new device."""
@@ -391,7 +395,7 @@ class GroupedLinear(ExtraTensorOperation, WeightedOperation):
 
     def _products(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Return the products of all experts, with the biases that have no factors."""
-        if is_needed(x.device):
+        if self._is_looped(x):
             loop: ExpertLoop | None = self.__dict__.get("_loop")
             if loop is None:
                 loop = self.__dict__["_loop"] = ExpertLoop(self._experts())

@@ -39,6 +39,13 @@ pub fn exact() -> bool {
     *EXACT.get_or_init(|| flag("TE_FAST_EXACT", false))
 }
 
+/// `TE_FAST_LEARN=0` turns it off: launches of matrix products are learned from cuBLASLt and repeated without it.
+#[must_use]
+pub fn learns_launches() -> bool {
+    static LEARNS: OnceLock<bool> = OnceLock::new();
+    *LEARNS.get_or_init(|| flag("TE_FAST_LEARN", true))
+}
+
 fn flag(name: &str, default: bool) -> bool {
     match std::env::var(name) {
         Ok(value) => value != "0" && !value.is_empty(),

@@ -11,9 +11,9 @@ use std::ffi::{CStr, c_char, c_int, c_uchar, c_uint, c_ulonglong, c_void};
 use std::sync::OnceLock;
 
 use cudarc::driver::sys::{
-    self, CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUfunction, CUfunction_attribute, CUgraph,
-    CUgraphExec, CUgraphNode, CUhostFn, CUjit_option, CUkernel, CUlaunchConfig, CUlibrary, CUlibraryOption, CUstream,
-    CUstreamCaptureMode, CUtensorMap, CUuserObject,
+    self, CUDA_KERNEL_NODE_PARAMS, CUDA_MEMSET_NODE_PARAMS, CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr,
+    CUevent, CUfunction, CUfunction_attribute, CUgraph, CUgraphExec, CUgraphNode, CUhostFn, CUjit_option, CUkernel,
+    CUlaunchConfig, CUlibrary, CUlibraryOption, CUstream, CUstreamCaptureMode, CUtensorMap, CUuserObject,
 };
 
 use crate::base::error::{Error, ErrorKind, Result};
@@ -66,8 +66,14 @@ functions! {
     cuGetErrorString(Status, *mut *const c_char),
     cuGraphDestroy(CUgraph),
     cuGraphExecDestroy(CUgraphExec),
+    cuGraphGetEdges(CUgraph, *mut CUgraphNode, *mut CUgraphNode, *mut usize),
+    cuGraphGetNodes(CUgraph, *mut CUgraphNode, *mut usize),
     cuGraphInstantiateWithFlags(*mut CUgraphExec, CUgraph, c_ulonglong),
+    cuGraphKernelNodeGetAttribute(CUgraphNode, c_uint, *mut c_void),
+    cuGraphKernelNodeGetParams_v2(CUgraphNode, *mut CUDA_KERNEL_NODE_PARAMS),
     cuGraphLaunch(CUgraphExec, CUstream),
+    cuGraphMemsetNodeGetParams(CUgraphNode, *mut CUDA_MEMSET_NODE_PARAMS),
+    cuGraphNodeGetType(CUgraphNode, *mut c_uint),
     cuGraphRetainUserObject(CUgraph, CUuserObject, c_uint, c_uint),
     cuInit(c_uint),
     cuKernelGetFunction(*mut CUfunction, CUkernel),
@@ -86,6 +92,7 @@ functions! {
     ),
     cuMemAlloc_v2(*mut CUdeviceptr, usize),
     cuMemFree_v2(CUdeviceptr),
+    cuMemsetD32Async(CUdeviceptr, c_uint, usize, CUstream),
     cuMemsetD8Async(CUdeviceptr, c_uchar, usize, CUstream),
     cuStreamBeginCapture_v2(CUstream, CUstreamCaptureMode),
     cuStreamCreate(*mut CUstream, c_uint),

@@ -5,13 +5,95 @@ use std::ffi::c_void;
 use std::sync::Arc;
 
 use cudarc::driver::sys::{
-    CUgraph, CUgraphExec, CUstreamCaptureMode, CUuserObject, CUuserObject_flags, CUuserObjectRetain_flags,
+    CUgraph, CUgraphExec, CUgraphNode, CUstreamCaptureMode, CUuserObject, CUuserObject_flags, CUuserObjectRetain_flags,
 };
 
 use crate::base::error::Result;
 use crate::cuda::context::PrimaryContext;
 use crate::cuda::device::{CudaQueue, Stream};
 use crate::cuda::functions::{Functions, check, functions};
+
+/// Launches under capture, which have not run.
+#[derive(Debug)]
+pub(crate) struct Captured {
+    graph: CUgraph,
+    calls: &'static Functions,
+}
+
+impl Captured {
+    /// Captures what `launches` sends to the queue, which is the capture's own stream meanwhile.
+    ///
+    /// # Errors
+    /// What `launches` returned, or the driver's refusal.
+    pub(crate) fn of(
+        queue: &mut CudaQueue<'_>,
+        launches: impl FnOnce(&mut CudaQueue<'_>) -> Result<()>,
+    ) -> Result<Self> {
+        let calls = functions()?;
+        let stream = queue.device.capture_stream()?;
+        let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        // SAFETY: the capture stream of this device, whose context is current; nothing is captured on it.
+        check("cuStreamBeginCapture", unsafe { (calls.cuStreamBeginCapture_v2)(stream.raw(), mode) })?;
+        let own = std::mem::replace(&mut queue.stream, stream);
+        let launched = launches(queue);
+        queue.stream = own;
+        let mut graph: CUgraph = std::ptr::null_mut();
+        // SAFETY: ends the capture that was begun above; writes one graph, or null if it was invalidated.
+        let ended = check("cuStreamEndCapture", unsafe { (calls.cuStreamEndCapture)(stream.raw(), &raw mut graph) });
+        let captured = Self { graph, calls };
+        launched.and(ended).map(|()| captured)
+    }
+
+    /// Its nodes, if they run one after another; none if they do not.
+    ///
+    /// # Errors
+    /// The driver's refusal, also if one of them begins before the one before it has ended.
+    pub(crate) fn nodes_in_order(&self) -> Result<Option<Vec<CUgraphNode>>> {
+        let (calls, mut count) = (self.calls, 0);
+        // SAFETY: a live graph; writes one number.
+        check("cuGraphGetNodes", unsafe { (calls.cuGraphGetNodes)(self.graph, std::ptr::null_mut(), &raw mut count) })?;
+        let mut nodes = vec![std::ptr::null_mut(); count];
+        // SAFETY: as above; room for `count` nodes.
+        check("cuGraphGetNodes", unsafe { (calls.cuGraphGetNodes)(self.graph, nodes.as_mut_ptr(), &raw mut count) })?;
+        let mut edges = 0;
+        // SAFETY: as above.
+        check("cuGraphGetEdges", unsafe {
+            (calls.cuGraphGetEdges)(self.graph, std::ptr::null_mut(), std::ptr::null_mut(), &raw mut edges)
+        })?;
+        let (mut from, mut to) = (vec![std::ptr::null_mut(); edges], vec![std::ptr::null_mut(); edges]);
+        if edges == 0 {
+            return Ok(in_order(&nodes, &from, &to));
+        }
+        // SAFETY: as above; room for `edges` nodes in each.
+        check("cuGraphGetEdges", unsafe {
+            (calls.cuGraphGetEdges)(self.graph, from.as_mut_ptr(), to.as_mut_ptr(), &raw mut edges)
+        })?;
+        Ok(in_order(&nodes, &from, &to))
+    }
+}
+
+impl Drop for Captured {
+    fn drop(&mut self) {
+        if !self.graph.is_null() {
+            // SAFETY: made by the capture, destroyed once; what was instantiated of it does not need it.
+            let _ = unsafe { (self.calls.cuGraphDestroy)(self.graph) };
+        }
+    }
+}
+
+/// Nodes in the order of the edges from each to the next; none if they are no chain.
+fn in_order<T: Copy + PartialEq>(nodes: &[T], from: &[T], to: &[T]) -> Option<Vec<T>> {
+    let mut ordered: Vec<T> = nodes.iter().copied().filter(|node| !to.contains(node)).collect();
+    if ordered.len() != 1 || from.len() + 1 != nodes.len() {
+        return None;
+    }
+    while ordered.len() < nodes.len() {
+        let last = ordered.last()?;
+        let edge = from.iter().position(|node| node == last)?;
+        ordered.push(to[edge]);
+    }
+    Some(ordered)
+}
 
 /// Launches that were captured once, ready to run again.
 #[derive(Debug)]
@@ -33,27 +115,11 @@ impl Graph {
     /// The error of `launches`, or the driver's refusal.
     pub fn capture(queue: &mut CudaQueue<'_>, launches: impl FnOnce(&mut CudaQueue<'_>) -> Result<()>) -> Result<Self> {
         let (calls, context) = (functions()?, PrimaryContext::current()?);
-        let stream = queue.device.capture_stream()?;
-        let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
-        // SAFETY: the capture stream of this device, whose context is current; nothing is captured on it.
-        check("cuStreamBeginCapture", unsafe { (calls.cuStreamBeginCapture_v2)(stream.raw(), mode) })?;
-        let own = std::mem::replace(&mut queue.stream, stream);
-        let launched = launches(queue);
-        queue.stream = own;
-        let mut graph: CUgraph = std::ptr::null_mut();
-        // SAFETY: ends the capture that was begun above; writes one graph, or null if it was invalidated.
-        let ended = check("cuStreamEndCapture", unsafe { (calls.cuStreamEndCapture)(stream.raw(), &raw mut graph) });
-        let made = launched.and(ended).and_then(|()| {
-            let mut exec = std::ptr::null_mut();
-            // SAFETY: a complete graph; writes one handle.
-            check("cuGraphInstantiate", unsafe { (calls.cuGraphInstantiateWithFlags)(&raw mut exec, graph, 0) })?;
-            Ok(Self { exec, context, calls })
-        });
-        if !graph.is_null() {
-            // SAFETY: made by the capture, destroyed once; the executable graph does not need it.
-            let _ = unsafe { (calls.cuGraphDestroy)(graph) };
-        }
-        made
+        let captured = Captured::of(queue, launches)?;
+        let mut exec = std::ptr::null_mut();
+        // SAFETY: a complete graph; writes one handle.
+        check("cuGraphInstantiate", unsafe { (calls.cuGraphInstantiateWithFlags)(&raw mut exec, captured.graph, 0) })?;
+        Ok(Self { exec, context, calls })
     }
 
     /// Runs the launches again, in stream order.
@@ -144,4 +210,23 @@ impl GraphReaders {
 unsafe extern "C" fn let_go(share: *mut c_void) {
     // SAFETY: the caller's promise; the share is a pointer of `Arc::into_raw`.
     drop(unsafe { Arc::from_raw(share.cast::<()>()) });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::in_order;
+
+    #[test]
+    fn nodes_of_a_chain_come_in_its_order() {
+        assert_eq!(in_order(&[5, 3, 4], &[4, 3], &[5, 4]), Some(vec![3, 4, 5]));
+        assert_eq!(in_order(&[1], &[], &[]), Some(vec![1]));
+    }
+
+    #[test]
+    fn what_is_no_chain_has_no_order() {
+        assert_eq!(in_order::<u8>(&[], &[], &[]), None);
+        assert_eq!(in_order(&[1, 2], &[], &[]), None);
+        assert_eq!(in_order(&[1, 2, 3], &[1, 1], &[2, 3]), None);
+        assert_eq!(in_order(&[1, 2, 3], &[1, 2, 1], &[2, 3, 3]), None);
+    }
 }

@@ -15,10 +15,12 @@ use cudarc::cublaslt::sys::{
 };
 use libloading::os::unix::{Library, RTLD_LAZY, RTLD_LOCAL};
 
+use crate::base::config::learns_launches;
 use crate::base::dtype::DType;
 use crate::base::error::{Error, ErrorKind, Result};
 use crate::base::pointer::DevPtr;
-use crate::cuda::device::Stream;
+use crate::cuda::device::{CudaQueue, Stream};
+use crate::cuda::learned::Learned;
 use crate::cuda::lt_attributes::{self as attribute, data_type};
 use crate::gemm::problem::{Epilogue, GemmPointers, Operand, Problem, ScaleMode, WORKSPACE_BYTES};
 
@@ -32,6 +34,14 @@ const SPLIT_K_FIXED_VERSION: usize = 130_800;
 const ANY_ADDRESS: u64 = 256;
 /// Number of heuristic results to consider.
 const CANDIDATES: usize = 8;
+/// Pointers of a call.
+const POINTERS: usize = size_of::<GemmPointers<u64>>() / size_of::<u64>();
+/// Number of calls outside of graphs after which a plan's launches are learned; learning takes as long as 15 calls.
+const CALLS_BEFORE_LEARNING: u32 = 8;
+/// Alignment of the addresses of scales and of a result's maximum, in bytes: cuBLASLt refuses others.
+const SCALE_ALIGNMENT: u64 = 16;
+/// Alignment of the workspace, in bytes.
+const WORKSPACE_ALIGNMENT: u64 = 256;
 
 /// `cublasStatus_t` as an integer: a newer cuBLASLt may return a status that cudarc's enum does not have.
 type Status = u32;
@@ -327,6 +337,17 @@ impl CublasLt {
     }
 }
 
+/// How a plan's product is launched.
+#[derive(Debug)]
+enum Way {
+    /// By cuBLASLt, which has made so many calls outside of captures.
+    Library { calls: u32 },
+    /// As cuBLASLt did.
+    Learned(Learned<POINTERS>),
+    /// By cuBLASLt for ever: something else than the addresses decides about its launches.
+    LibraryAlone,
+}
+
 /// One problem's descriptors; pointers are set per call.
 #[derive(Debug)]
 pub struct CublasPlan {
@@ -341,13 +362,15 @@ pub struct CublasPlan {
     has_bias: bool,
     has_scales: bool,
     stores_fp8: bool,
-    /// A call that writes pointers into `desc` holds the lock until cuBLASLt has read them.
-    running: Mutex<()>,
+    /// Alignment of each pointer of a call, in bytes; 0 for pointers that calls do not have.
+    alignments: [u64; POINTERS],
+    /// A call that writes pointers into `desc` or into the launches holds this lock until they have been read.
+    way: Mutex<Way>,
 }
 
 // SAFETY: descriptors are plain memory of cuBLASLt, not bound to a thread.
 unsafe impl Send for CublasPlan {}
-// SAFETY: of what &self reaches, `run` alone writes, to the memory behind `desc`, and it holds `running` meanwhile; layouts,
+// SAFETY: of what &self reaches, `run` alone writes, to the memory behind `desc`, and it holds `way` meanwhile; layouts,
 // handle and algorithm are only read, which cuBLASLt allows from several threads.
 unsafe impl Sync for CublasPlan {}
 
@@ -365,7 +388,8 @@ impl CublasPlan {
             has_bias: false,
             has_scales: false,
             stores_fp8: false,
-            running: Mutex::new(()),
+            alignments: [0; POINTERS],
+            way: Mutex::new(Way::Library { calls: 0 }),
         }
     }
 
@@ -420,7 +444,26 @@ impl CublasPlan {
         let c = if self.stores_fp8 { problem.bias.unwrap_or(DType::Bf16) } else { problem.d };
         self.c = self.matrix(c, problem.n, problem.m, problem.ldd, problem)?;
         self.d = self.matrix(problem.d, problem.n, problem.m, problem.ldd, problem)?;
+        self.alignments = self.alignments_of(problem);
         Ok(())
+    }
+
+    /// What each pointer is a multiple of.
+    fn alignments_of(&self, problem: &Problem) -> [u64; POINTERS] {
+        let given = u64::from(problem.alignment);
+        let of_scale = |mode: ScaleMode| if mode == ScaleMode::None { 0 } else { SCALE_ALIGNMENT };
+        let result = if self.stores_fp8 { SCALE_ALIGNMENT } else { 0 };
+        in_a_row(&GemmPointers {
+            x: given,
+            x_scale: of_scale(problem.x.scale),
+            w: given,
+            w_scale: of_scale(problem.w.scale),
+            bias: problem.bias.map_or(0, |_| given),
+            d: given,
+            d_scale: result,
+            d_amax: result,
+            workspace: WORKSPACE_ALIGNMENT,
+        })
     }
 
     fn layout(&self, operand: &Operand, outer: usize, problem: &Problem) -> Result<cublasLtMatrixLayout_t> {
@@ -456,43 +499,80 @@ impl CublasPlan {
         unsafe { (self.api.desc_set)(self.desc, name, (&raw const address).cast(), size_of::<u64>()) }
     }
 
-    /// Launches the product on `stream`.
+    /// Launches the product; returns whether learned launches were used, without cuBLASLt.
     ///
     /// # Errors
-    /// cuBLASLt's refusal.
+    /// The refusal of cuBLASLt or of the driver.
     #[inline]
-    pub(crate) fn run(&self, stream: Stream, io: &GemmPointers<DevPtr<'_>>, problem: &Problem) -> Result<()> {
+    pub(crate) fn run(
+        &self,
+        queue: &mut CudaQueue<'_>,
+        io: &GemmPointers<DevPtr<'_>>,
+        problem: &Problem,
+    ) -> Result<bool> {
+        let io = io.map(|pointer| pointer.address() as u64);
         // Calls hold the GIL, so the lock is never contended and costs one exchange of a word.
-        let _running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut way = self.way.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Way::Learned(learned) = &mut *way {
+            return learned.launch(queue.stream, &in_a_row(&io)).map(|()| true);
+        }
+        self.call(queue.stream, &io, problem)?;
+        if let Way::Library { calls } = &mut *way {
+            *calls = calls.saturating_add(1);
+            if *calls >= CALLS_BEFORE_LEARNING {
+                self.learn(queue, &mut way, problem)?;
+            }
+        }
+        Ok(false)
+    }
+
+    /// Learns the launches, unless something is under capture: then a later call does.
+    #[cold]
+    fn learn(&self, queue: &mut CudaQueue<'_>, way: &mut Way, problem: &Problem) -> Result<()> {
+        if queue.is_capturing()? {
+            return Ok(());
+        }
+        let call = |stream, addresses: &[u64; POINTERS]| {
+            let mut next = addresses.iter();
+            let io = GemmPointers::<u64>::default().map(|_| next.next().copied().unwrap_or_default());
+            self.call(stream, &io, problem)
+        };
+        let learned = if learns_launches() { Learned::learn(queue, &self.alignments, call) } else { None };
+        *way = learned.map_or(Way::LibraryAlone, Way::Learned);
+        Ok(())
+    }
+
+    /// Lets cuBLASLt launch the product; the caller holds `way`.
+    fn call(&self, stream: Stream, io: &GemmPointers<u64>, problem: &Problem) -> Result<()> {
         let mut status = 0;
         if self.has_scales {
-            status |= self.set_pointer(attribute::DESC_A_SCALE_POINTER, io.w_scale.address() as u64);
-            status |= self.set_pointer(attribute::DESC_B_SCALE_POINTER, io.x_scale.address() as u64);
+            status |= self.set_pointer(attribute::DESC_A_SCALE_POINTER, io.w_scale);
+            status |= self.set_pointer(attribute::DESC_B_SCALE_POINTER, io.x_scale);
         }
         if self.has_bias {
-            status |= self.set_pointer(attribute::DESC_BIAS_POINTER, io.bias.address() as u64);
+            status |= self.set_pointer(attribute::DESC_BIAS_POINTER, io.bias);
         }
         if self.stores_fp8 {
-            status |= self.set_pointer(attribute::DESC_D_SCALE_POINTER, io.d_scale.address() as u64);
-            status |= self.set_pointer(attribute::DESC_AMAX_D_POINTER, io.d_amax.address() as u64);
+            status |= self.set_pointer(attribute::DESC_D_SCALE_POINTER, io.d_scale);
+            status |= self.set_pointer(attribute::DESC_AMAX_D_POINTER, io.d_amax);
         }
         let alpha = problem.alpha.value();
         let beta = f32::from(u8::from(problem.accumulate));
-        let d = io.d.address() as *mut c_void;
+        let d = io.d as *mut c_void;
         // C is not read and may be null. It must be null for an FP8 D, since C has no FP8 type and cuBLASLt would
         // refuse it "in place".
         let c: *const c_void = if self.stores_fp8 { std::ptr::null() } else { d };
         if status == 0 {
             // SAFETY: descriptors were made for this problem; the plan that owns the call checked sizes and the
-            // pointers are on this device; alpha and beta are read during the call (host pointer mode).
+            // pointers are on this device, or nothing runs; alpha and beta are read during the call (host pointer mode).
             status = unsafe {
                 (self.api.matmul)(
                     self.handle,
                     self.desc,
                     (&raw const alpha).cast(),
-                    io.w.address() as *const c_void,
+                    io.w as *const c_void,
                     self.w,
-                    io.x.address() as *const c_void,
+                    io.x as *const c_void,
                     self.x,
                     (&raw const beta).cast(),
                     c,
@@ -500,7 +580,7 @@ impl CublasPlan {
                     d,
                     self.d,
                     &raw const self.algorithm,
-                    io.workspace.address() as *mut c_void,
+                    io.workspace as *mut c_void,
                     WORKSPACE_BYTES,
                     stream.0 as *mut c_void,
                 )
@@ -509,8 +589,19 @@ impl CublasPlan {
         if status == 0 {
             return Ok(());
         }
-        Err(ErrorKind::Cublas { call: "cublasLtMatmul", status, what: format!("{io:?}") }.into())
+        Err(ErrorKind::Cublas { call: "cublasLtMatmul", status, what: format!("{io:x?}") }.into())
     }
+}
+
+/// The pointers of a call in their order.
+#[inline]
+fn in_a_row(io: &GemmPointers<u64>) -> [u64; POINTERS] {
+    let (mut row, mut next) = ([0; POINTERS], 0);
+    io.each(|&address| {
+        row[next] = address;
+        next += 1;
+    });
+    row
 }
 
 impl Drop for CublasPlan {

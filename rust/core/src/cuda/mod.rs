@@ -5,6 +5,7 @@ pub mod device;
 mod functions;
 pub mod graph;
 pub mod images;
+mod learned;
 pub mod lt;
 mod lt_attributes;
 pub mod memory;

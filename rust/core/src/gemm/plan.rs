@@ -54,12 +54,17 @@ impl GemmPlan {
         if self.problem.m == 0 || self.problem.n == 0 || !target.trace.on_gemm(&self.problem) {
             return Ok(());
         }
-        match (&mut target.backend, self.parts.as_slice()) {
-            (Backend::Cuda(queue), [part]) => part.cublas.run(queue.stream, io, &self.problem),
+        let Target { backend, trace } = target;
+        match (backend, self.parts.as_slice()) {
+            (Backend::Cuda(queue), [part]) => {
+                trace.counters.learned_gemms += u64::from(part.cublas.run(queue, io, &self.problem)?);
+                Ok(())
+            }
             (Backend::Cuda(queue), [_, _, ..]) => self.parts.iter().try_for_each(|part| {
                 let [w, bias, d] = part.offsets;
                 let io = GemmPointers { w: io.w.offset(w), bias: io.bias.offset(bias), d: io.d.offset(d), ..*io };
-                part.cublas.run(queue.stream, &io, &self.problem)
+                trace.counters.learned_gemms += u64::from(part.cublas.run(queue, &io, &self.problem)?);
+                Ok(())
             }),
             (Backend::Host, []) => host_gemm::run(&self.problem, io),
             _ => Err(Error::state("gemm", "a plan was run on another device than it was made for")),

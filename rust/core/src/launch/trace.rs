@@ -17,6 +17,8 @@ pub struct Counters {
     pub launches: u64,
     /// Matrix products launched or run.
     pub gemms: u64,
+    /// Parts of them that were launched as learned, without cuBLASLt.
+    pub learned_gemms: u64,
     /// Plans found.
     pub plan_hits: u64,
     /// Plans built.
@@ -36,6 +38,7 @@ impl Counters {
         Self {
             launches: self.launches - before.launches,
             gemms: self.gemms - before.gemms,
+            learned_gemms: self.learned_gemms - before.learned_gemms,
             plan_hits: self.plan_hits - before.plan_hits,
             plan_misses: self.plan_misses - before.plan_misses,
             guard_switches: self.guard_switches - before.guard_switches,
@@ -48,6 +51,7 @@ impl Counters {
     pub fn add(&mut self, other: &Self) {
         self.launches += other.launches;
         self.gemms += other.gemms;
+        self.learned_gemms += other.learned_gemms;
         self.plan_hits += other.plan_hits;
         self.plan_misses += other.plan_misses;
         self.guard_switches += other.guard_switches;

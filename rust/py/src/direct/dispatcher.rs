@@ -32,6 +32,7 @@ pub(crate) fn counters(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
     for (name, value) in [
         ("launches", counters.launches),
         ("gemms", counters.gemms),
+        ("learned_gemms", counters.learned_gemms),
         ("plan_hits", counters.plan_hits),
         ("plan_misses", counters.plan_misses),
         ("guard_switches", counters.guard_switches),

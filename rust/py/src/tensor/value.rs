@@ -1,8 +1,6 @@
-//! The value of a user's quantised tensor: bytes and scales in one or both layouts, and the casts into it and out of
-//! it.
+//! The value of a user's quantised tensor: bytes and scales in one or both layouts, and its casts.
 //!
-//! Users may read and replace the inner tensors, and torch may free their memory. So addresses are read again at every
-//! use.
+//! Users may read and replace the inner tensors, and torch may free their memory. So each use reads addresses again.
 
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -291,8 +289,7 @@ impl QuantizedValue {
     }
 }
 
-/// A layout to write: the users' tensor, and the tensor that kernels write, which differs if kernels cannot write the
-/// users'.
+/// A layout to write: the users' tensor, and the tensor for kernels, which differs if they cannot write the users'.
 pub(super) struct Target<'py> {
     seen: Bound<'py, PyAny>,
     pub(super) written: Bound<'py, PyAny>,
@@ -413,8 +410,7 @@ impl QuantizedValue {
         value
     }
 
-    /// The column layout, from the row layout; with `reuses`, in the memory of the former one. Both layouts share one
-    /// scale.
+    /// The column layout, from the row layout; with `reuses`, in the former one's memory. Both layouts share one scale.
     pub(crate) fn columns<'py>(
         &self,
         py: Python<'py>,
@@ -606,8 +602,7 @@ impl QuantizedValue {
         Ok(Targets { row: row.transpose()?, row_scale, col: col.transpose()?, col_scale })
     }
 
-    /// Stores the written layouts. The caller must then note, at the final versions, that both layouts have equal
-    /// values.
+    /// Stores the written layouts. The caller then notes, at the final versions, that both have equal values.
     pub(super) fn take(slf: &Bound<'_, Self>, targets: Targets<'_>) -> PyResult<()> {
         let py = slf.py();
         for target in [&targets.row, &targets.col].into_iter().flatten() {

@@ -1,0 +1,189 @@
+"""Matrix products that are launched as learned from cuBLASLt: the same bits as cuBLASLt's own, wherever tensors lie.
+
+A plan's first calls go to cuBLASLt, later ones do not. The first are compared with torch in FP64, the later ones
+with the first, bit for bit. All tensors of a call are fresh, and outputs lie between canaries.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from guarded import Guarded
+
+import te_fast.pytorch as te
+from te_fast import dispatch
+from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+
+pytestmark = pytest.mark.gpu
+
+RECIPES = {
+    "delayed": DelayedScaling,
+    "current": Float8CurrentScaling,
+    "block": Float8BlockScaling,
+}
+#: More calls than a plan makes through cuBLASLt.
+CALLS = 14
+SHAPES = [(256, 1024, 1024), (2048, 6144, 2048), (64, 64, 8192), (16, 48, 16), (4096, 2048, 128)]
+#: Type of the result, and what else the product does.
+KINDS = {
+    "plain": (torch.bfloat16, ()),
+    "bias": (torch.bfloat16, ("bias",)),
+    "accumulate": (torch.float32, ("accumulate",)),
+    "float16": (torch.float16, ()),
+    "fast": (torch.bfloat16, ("fast_accumulation",)),
+}
+
+
+class Product:
+    """One product, at other addresses whenever it is computed."""
+
+    def __init__(self, shape, recipe, kind):
+        self.m, self.n, self.k = shape
+        self.recipe, (self.dtype, self.flags) = recipe, KINDS[kind]
+        generator = torch.Generator("cuda").manual_seed(sum(shape))
+        high = torch.float16 if self.dtype is torch.float16 and recipe is None else torch.bfloat16
+
+        def random(*size):
+            return torch.randn(size, generator=generator, device="cuda").to(high)
+
+        self.x, self.w, self.bias = random(self.m, self.k), random(self.n, self.k), random(self.n)
+        self.before = random(self.m, self.n).to(self.dtype)
+        self.gaps = []
+
+    def moved(self, values):
+        gap = 512 * int(torch.randint(1, 64, ()))
+        self.gaps.append(torch.empty(gap, dtype=torch.uint8, device="cuda"))
+        return values.clone()
+
+    def operand(self, values, role):
+        if self.recipe is None:
+            return self.moved(values)
+        scale = torch.full((1,), 3.0, device="cuda") if self.recipe == "delayed" else None
+        return dispatch.quantize(self.moved(values), RECIPES[self.recipe](), role=role, scale=scale)
+
+    def exact(self):
+        def plain(values, role):
+            operand = self.operand(values, role)
+            return (values if self.recipe is None else dispatch.dequantize(operand)).double()
+
+        result = plain(self.x, "input") @ plain(self.w, "weight").T
+        if "bias" in self.flags:
+            result += self.bias
+        return result + self.before if "accumulate" in self.flags else result
+
+    def compute(self):
+        given = dict.fromkeys(self.flags, True)
+        if "bias" in self.flags:
+            given["bias"] = self.moved(self.bias)
+        self.gaps.append(torch.empty(512 * len(self.gaps), dtype=torch.uint8, device="cuda"))
+        guard = Guarded((self.m, self.n), self.dtype)
+        if "accumulate" in self.flags:
+            guard.tensor.copy_(self.before)
+        x, w = self.operand(self.x, "input"), self.operand(self.w, "weight")
+        dispatch.gemm(x, w, guard.tensor, **given)
+        guard.check()
+        return guard.tensor
+
+
+def learned():
+    return dispatch.counters()["learned_gemms"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("recipe", [None, *RECIPES])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_learned_launches_have_the_bits_of_the_librarys(shape, recipe, kind):
+    if kind == "fast" and recipe in (None, "block"):
+        pytest.skip("fast accumulation is for scales of whole tensors")
+    product = Product(shape, recipe, kind)
+    first = product.compute()
+    exact = product.exact()
+    bound = {torch.float32: 2e-3, torch.float16: 4e-3, torch.bfloat16: 1e-2}[product.dtype]
+    assert (first.double() - exact).norm() <= bound * exact.norm()
+    before = learned()
+    for _ in range(CALLS):
+        assert torch.equal(product.compute(), first)
+    assert CALLS - 8 <= learned() - before <= CALLS
+
+
+def test_operands_that_are_less_aligned_have_plans_of_their_own():
+    x, w = (torch.randn(size, 1024 + 8, device="cuda").bfloat16() for size in (256, 512))
+    for shift in (0, 8, 1, 4):  # 256 bytes, 16, 2, 8
+        a = x.flatten()[shift : shift + 256 * 1024].view(256, 1024)
+        b = w.flatten()[shift : shift + 512 * 1024].view(512, 1024)
+        exact, before = a.double() @ b.double().T, learned()
+        results = [
+            dispatch.gemm(a, b, torch.full((256, 512), torch.nan, device="cuda").bfloat16())
+            for _ in range(CALLS)
+        ]
+        assert (results[0].double() - exact).norm() <= 1e-2 * exact.norm()
+        assert all(torch.equal(result, results[0]) for result in results)
+        assert learned() > before
+
+
+def test_a_graph_and_another_stream_take_learned_launches():
+    product = Product((256, 1024, 1024), "current", "plain")
+    first = product.compute()
+    for _ in range(CALLS):
+        product.compute()
+    stream, before = torch.cuda.Stream(), learned()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        result = product.compute()
+    stream.synchronize()
+    assert torch.equal(result, first)
+    x, w = product.operand(product.x, "input"), product.operand(product.w, "weight")
+    out = torch.full_like(first, torch.nan)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        dispatch.gemm(x, w, out)
+    assert learned() == before + 2
+    graph.replay()
+    assert torch.equal(out, first)
+    x.rowwise_data.zero_()
+    graph.replay()
+    assert not out.any()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_layers_at_fresh_addresses(recipe):
+    torch.manual_seed(0)
+    layer = te.Linear(512, 768, device="cuda", params_dtype=torch.bfloat16)
+    x = torch.randn(64, 512, device="cuda", dtype=torch.bfloat16)
+    grad = torch.randn(64, 768, device="cuda", dtype=torch.bfloat16)
+    alive, seen, before = [], [], learned()
+    for _ in range(2 * CALLS):
+        leaf = x.clone().requires_grad_()
+        layer.zero_grad()
+        # Scales of delayed scaling settle at once: the maxima are the same in each step.
+        with te.autocast(recipe=RECIPES[recipe]()):
+            y = layer(leaf)
+        y.backward(grad.clone())
+        alive += [leaf, y, leaf.grad, layer.weight.grad, layer.bias.grad]
+        seen.append([t.clone() for t in (y, leaf.grad, layer.weight.grad, layer.bias.grad)])
+    assert learned() > before
+    settled = seen[3]
+    for step in seen[4:]:
+        for ours, wanted in zip(step, settled, strict=True):
+            assert torch.equal(ours, wanted)
+
+
+CHILD = """
+import torch
+from te_fast import dispatch
+x, w = (torch.randn(64, 128, device="cuda") for _ in range(2))
+for _ in range(20):
+    dispatch.gemm(x, w, torch.empty(64, 64, device="cuda"))
+print(dispatch.counters()["learned_gemms"])
+"""
+
+
+@pytest.mark.parametrize("wanted", ["0", "1"])
+def test_the_environment_turns_learning_off(wanted):
+    environment = os.environ | {"TE_FAST_LEARN": wanted}
+    run = subprocess.run(
+        [sys.executable, "-c", CHILD], env=environment, capture_output=True, text=True, check=True
+    )
+    assert (int(run.stdout) > 0) == (wanted == "1")
