@@ -541,7 +541,7 @@ def angles_of(
     length = shape[1] if batch_first else shape[0]
     if length > freqs.shape[0]:
         message = (
-            f"{_OP}: {length} tokens need as many angles, got angles for {freqs.shape[0]} positions"
+            f"{_OP}: there are angles for {freqs.shape[0]} positions, and {length} tokens"
         )
         raise ShapeError(message)
     if start_positions is None:

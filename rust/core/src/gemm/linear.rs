@@ -103,9 +103,7 @@ impl Problems<'_> {
     }
 }
 
-/// # Errors
-
-/// Options that contradict each other.
+/// Refuses options that contradict each other.
 pub(crate) fn check_recipe(recipe: &Recipe, save_original_input: bool) -> Result<()> {
     if recipe.is_delayed() && recipe.backward_override != BackwardOverride::None {
         return Err(Error::value(OP, "delayed scaling has no backward_override; leave it at None"));

@@ -198,8 +198,10 @@ impl Dispatcher {
         Ok(if scratch > OWN_SCRATCH_LIMIT { External::Scratch(scratch) } else { External::None })
     }
 
-    /// The same for a call without matrix products that uses `counters` bytes of counters. The driver's refusal to say
-    /// whether a graph is being captured.
+    /// The same for a call without matrix products that uses `counters` bytes of counters.
+    ///
+    /// # Errors
+    /// The driver's refusal to say whether a graph is being captured.
     #[inline]
     pub fn external_counted(place: Place, counters: usize, scratch: usize) -> Result<External> {
         match Self::external_bytes(place, scratch)? {
