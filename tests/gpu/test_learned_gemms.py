@@ -110,7 +110,12 @@ def test_learned_launches_have_the_bits_of_the_librarys(shape, recipe, kind):
 
 def test_operands_that_are_less_aligned_have_plans_of_their_own():
     x, w = (torch.randn(size, 1024 + 8, device="cuda").bfloat16() for size in (256, 512))
-    for shift in (0, 8, 1, 4):  # 256 bytes, 16, 2, 8
+    for shift in (
+        0,
+        8,
+        1,
+        4,
+    ):  # 256 bytes, 16, 2, 8; below 16, kernels are of another kind and not learned
         a = x.flatten()[shift : shift + 256 * 1024].view(256, 1024)
         b = w.flatten()[shift : shift + 512 * 1024].view(512, 1024)
         exact, before = a.double() @ b.double().T, learned()
@@ -120,7 +125,7 @@ def test_operands_that_are_less_aligned_have_plans_of_their_own():
         ]
         assert (results[0].double() - exact).norm() <= 1e-2 * exact.norm()
         assert all(torch.equal(result, results[0]) for result in results)
-        assert learned() > before
+        assert (learned() > before) == (shift % 8 == 0)
 
 
 def test_a_graph_and_another_stream_take_learned_launches():
@@ -173,9 +178,9 @@ def test_layers_at_fresh_addresses(recipe):
 CHILD = """
 import torch
 from te_fast import dispatch
-x, w = (torch.randn(64, 128, device="cuda") for _ in range(2))
+x, w = (torch.randn(64, 128, device="cuda").bfloat16() for _ in range(2))
 for _ in range(20):
-    dispatch.gemm(x, w, torch.empty(64, 64, device="cuda"))
+    dispatch.gemm(x, w, torch.empty(64, 64, device="cuda", dtype=torch.bfloat16))
 print(dispatch.counters()["learned_gemms"])
 """
 

@@ -94,13 +94,13 @@ impl<const N: usize> Learned<N> {
         alignments: &[u64; N],
         call: impl Fn(Stream, &[u64; N]) -> Result<()>,
     ) -> Option<Self> {
-        let calls = functions().ok()?;
+        let (calls, (major, _)) = (functions().ok()?, queue.device.facts().capability);
         let addresses: [[u64; N]; CAPTURES] = std::array::from_fn(|capture| invented(capture, alignments));
         let mut captures = Vec::with_capacity(CAPTURES);
         for addresses in &addresses {
             let captured = Captured::of(queue, |queue| call(queue.stream, addresses)).ok()?;
             let nodes = captured.nodes_in_order().ok()??;
-            let steps: Option<Vec<_>> = nodes.into_iter().map(|node| Step::of(calls, node)).collect();
+            let steps: Option<Vec<_>> = nodes.into_iter().map(|node| Step::of(calls, node, major)).collect();
             captures.push(steps?);
         }
         let rules = rules_of(&captures, &addresses)?;
@@ -125,25 +125,25 @@ impl<const N: usize> Learned<N> {
 }
 
 impl Step {
-    /// The launch of a captured node; none if it cannot be repeated.
-    fn of(calls: &Functions, node: CUgraphNode) -> Option<Self> {
+    /// The launch of a captured node on a GPU of a major compute capability; none if it cannot be repeated.
+    fn of(calls: &Functions, node: CUgraphNode, major: u32) -> Option<Self> {
         let mut kind = 0;
         // SAFETY: a node of a live graph; writes one number.
         let status = unsafe { (calls.cuGraphNodeGetType)(node, &raw mut kind) };
         match kind {
             _ if status != SUCCESS => None,
-            KERNEL => Self::of_kernel(calls, node),
+            KERNEL => Self::of_kernel(calls, node, major),
             FILL => Self::of_fill(calls, node),
             _ => None,
         }
     }
 
-    fn of_kernel(calls: &Functions, node: CUgraphNode) -> Option<Self> {
+    fn of_kernel(calls: &Functions, node: CUgraphNode, major: u32) -> Option<Self> {
         // SAFETY: zeros are valid numbers and null pointers.
         let mut captured: CUDA_KERNEL_NODE_PARAMS = unsafe { std::mem::zeroed() };
         // SAFETY: a kernel's node of a live graph, and the struct of this version of the function.
         let status = unsafe { (calls.cuGraphKernelNodeGetParams_v2)(node, &raw mut captured) };
-        if status != SUCCESS || !has_common_attributes(calls, node) {
+        if status != SUCCESS || !has_common_attributes(calls, node, major) {
             return None;
         }
         // The driver takes a kernel in the place of a function.
@@ -298,11 +298,14 @@ impl Origin {
 }
 
 /// Whether the launch asks for nothing that [`Step::launch`] would not ask for.
-fn has_common_attributes(calls: &Functions, node: CUgraphNode) -> bool {
-    /// Access policy window, cooperative launch, domain of memory synchronisation, preferred cluster, carveout of shared
-    /// memory. Edges would tell of a programmatic launch.
-    const OTHERS: [u32; 5] = [1, 2, 10, 11, 14];
-    OTHERS.iter().all(|&id| attribute(calls, node, id).is_none_or(|value| value.iter().all(|&word| word == 0)))
+fn has_common_attributes(calls: &Functions, node: CUgraphNode, major: u32) -> bool {
+    /// Access policy window, cooperative launch, domain of memory synchronisation, node that kernels update, carveout of
+    /// shared memory. Edges would tell of a programmatic launch.
+    const OTHERS: [u32; 5] = [1, 2, 10, 13, 14];
+    /// Preferred cluster, of which GPUs before Blackwell know nothing.
+    const PREFERRED_CLUSTER: u32 = 11;
+    let is_unset = |id: u32| attribute(calls, node, id).is_none_or(|value| value.iter().all(|&word| word == 0));
+    OTHERS.iter().all(|&id| is_unset(id)) && (major < 10 || is_unset(PREFERRED_CLUSTER))
 }
 
 /// An attribute of a kernel's node; none if the driver does not know it.

@@ -14,7 +14,7 @@ use te_fast_core::{Error, Fp8};
 use crate::error::Failure;
 use crate::tensor::kind::{fp8_name, scale_count};
 use crate::tensor::value::QuantizedValue;
-use crate::torch::operand::fits;
+use crate::torch::operand::{fits, readable};
 use crate::torch::process::State;
 use crate::torch::reader::{instance_dict, view_of};
 
@@ -53,7 +53,7 @@ pub(crate) fn weight_view<'a>(state: &State, weight: &'a Bound<'_, PyAny>) -> Re
 }
 
 /// The tensors of both layouts; none for missing or invalid ones.
-pub(crate) struct GivenWeight<'py>([Option<(Bound<'py, PyAny>, Bound<'py, PyAny>)>; 2]);
+pub(crate) struct GivenWeight<'py>([Option<Part<'py>>; 2]);
 
 impl<'py> GivenWeight<'py> {
     /// The layouts of `value` that a call reads, checked against a recipe and a number of experts.
@@ -74,7 +74,8 @@ impl<'py> GivenWeight<'py> {
             }
             check_weight_kind(value.block_and_type(), recipe)?;
         }
-        let weight = Self([QuantizedValue::snapshot(value)?.part(value.py(), false), None]);
+        let row = QuantizedValue::snapshot(value)?.part(value.py(), false);
+        let weight = Self([aligned(state, row)?, None]);
         weight.check(state, value, place)?;
         Ok(weight)
     }
@@ -104,9 +105,9 @@ impl<'py> GivenWeight<'py> {
                 }
             }
             let col = if made.is_some() { made } else { QuantizedValue::snapshot(value)?.part(py, true) };
-            Self([None, col])
+            Self([None, aligned(state, col)?])
         } else {
-            Self([QuantizedValue::snapshot(value)?.part(py, false), None])
+            Self([aligned(state, QuantizedValue::snapshot(value)?.part(py, false))?, None])
         };
         weight.check(state, value, (place.device, nominal))?;
         Ok(weight)
@@ -140,6 +141,16 @@ impl<'py> GivenWeight<'py> {
         }
         Ok(layouts)
     }
+}
+
+/// Bytes and scales of one layout.
+type Part<'py> = (Bound<'py, PyAny>, Bound<'py, PyAny>);
+
+/// The same with scales that GEMMs can read, copied if needed: an expert's scales follow those of the expert before it.
+fn aligned<'py>(state: &State, part: Option<Part<'py>>) -> PyResult<Option<Part<'py>>> {
+    let Some((data, scale)) = part else { return Ok(None) };
+    let copy = readable(state, &scale, "scales of a quantised weight")?;
+    Ok(Some((data, copy.unwrap_or(scale))))
 }
 
 /// Refuses a weight that is not quantised as a recipe quantises.

@@ -168,7 +168,7 @@ fn scales(
     let [blocks, length] = scale_sizes(kind, rows, cols);
     let count = blocks * length;
     if view.numel() == count && view.dtype() == DType::F32 {
-        return if view.is_contiguous() { Ok(scale.unbind()) } else { Ok(contiguous_copy(&scale)?.unbind()) };
+        return if fits(&view) { Ok(scale.unbind()) } else { Ok(contiguous_copy(&scale)?.unbind()) };
     }
     let unpadded = [blocks as i64, rows as i64];
     if kind.block != Block::Row || view.dtype() != DType::F32 || view.shape() != unpadded {
