@@ -94,6 +94,8 @@ mod _native {
     #[pymodule_export]
     use crate::program::parts::version_of_copy;
     #[pymodule_export]
+    use crate::program::steps::ProgramSteps;
+    #[pymodule_export]
     use crate::program::weight::WeightHandle;
     #[pymodule_export]
     use crate::tensor::handed::install_tensors;

@@ -22,6 +22,7 @@ use crate::program::forward::{Call, Done};
 use crate::program::handle::ProgramHandle;
 use crate::program::parts::Joined;
 use crate::program::pieces::{Chunks, pieces};
+use crate::program::steps::ProgramSteps;
 use crate::program::tensors::{Objects, Tensors, are_of_one_type, parameters, present_parameters, requires_grad};
 use crate::torch::process::{State, state};
 use crate::torch::reader::{instance_dict, view_of};
@@ -75,8 +76,8 @@ fn joined_parameters<'py>(
 }
 
 /// `module(x, *extra_inputs)` of a module whose result is its program's: as `nn.Module.__call__`, without its cost
-/// where no hook and no override asks for it. The module names the program in `_direct_program` of its dict, or None
-/// while calls have to go through `forward`; a group of ops that is all of the module is called by `_direct_call`, with
+/// where no hook and no override asks for it. The module names the program in `_direct_program` of its dict, or the steps of
+/// several, or None while calls have to go through `forward`; a group of ops that is all of the module is called by `_direct_call`, with
 /// input, extra inputs and `is_first_microbatch`. Argument names are those of `forward`.
 #[pyfunction]
 #[pyo3(signature = (module, input=Argument(None), *extra_inputs, is_first_microbatch=None, **others))]
@@ -103,7 +104,13 @@ pub(crate) fn program_module_call<'py>(
     {
         let is_first = is_first_microbatch.filter(|first| !first.is_none());
         let is_first = is_first.map(PyAnyMethods::is_truthy).transpose()?;
-        if let Some(program) = program {
+        if let Some(steps) = program.as_ref().and_then(|program| program.cast::<ProgramSteps>().ok()) {
+            if extra_inputs.is_empty()
+                && let Some(y) = steps.get().run(state, module, input, is_first)?
+            {
+                return Ok(y);
+            }
+        } else if let Some(program) = program {
             let program = program.cast::<ProgramHandle>()?;
             let extras: Objects<'py> = extra_inputs.iter().collect();
             if let Some(params) = parameters_of_direct_call(state, program, input, &extras)? {
@@ -183,7 +190,7 @@ fn repeated_region(state: &State, program: &Bound<'_, ProgramHandle>) -> PyResul
 }
 
 /// The functional entry on inputs that `torch.autocast` may want in another type.
-fn cast_and_apply<'py>(
+pub(crate) fn cast_and_apply<'py>(
     (program, owner): (&Bound<'py, ProgramHandle>, &Bound<'py, PyAny>),
     x: &Bound<'py, PyAny>,
     extras: &[Bound<'py, PyAny>],

@@ -16,6 +16,7 @@ pub(crate) mod optimizer_writes;
 pub(crate) mod part_grads;
 pub(crate) mod parts;
 mod pieces;
+pub(crate) mod steps;
 pub(crate) mod tensors;
 pub(crate) mod together;
 pub(crate) mod weight;
