@@ -11,6 +11,7 @@ pub(crate) mod functions;
 pub(crate) mod handle;
 pub(crate) mod main_grad;
 pub(crate) mod member;
+pub(crate) mod module_call;
 pub(crate) mod nothing;
 pub(crate) mod optimizer_writes;
 pub(crate) mod part_grads;
