@@ -1,5 +1,5 @@
 # The native module, as rust/py/src/lib.rs exports it; checked by mypy.stubtest in `make lint`.
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 from torch import Tensor
@@ -15,6 +15,7 @@ __all__ = [
     "OptimizerWrites",
     "Program",
     "ProgramSaved",
+    "ProgramSteps",
     "QuantizedValue",
     "Recipe",
     "TracedCall",
@@ -281,6 +282,11 @@ class Program:
     def plan_count(self) -> int: ...
     def residual(self, label: str) -> int: ...
     def widths(self, cols: int) -> list[int]: ...
+
+@final
+class ProgramSteps:
+    def __new__(cls, steps: list[Program | Callable[[Tensor], Tensor]]) -> Self: ...
+    def learn(self, /, x: Tensor) -> None: ...
 
 @final
 class QuantizedValue:

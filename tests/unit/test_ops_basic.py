@@ -1,15 +1,20 @@
 """Every op alone against plain torch in FP64: as the native program runs it, and in Python."""
 
+import copy
 import math
 
 import pytest
 import torch
 
 import ops_reference as ref
+import te_fast.pytorch as te
 from ops_reference import leaf
+from te_fast.common.recipe import DelayedScaling, Float8CurrentScaling
 from te_fast.errors import ArgumentError, DtypeError, ShapeError, StateError, UnsupportedError
+from te_fast.ops import chain as chains
 from te_fast.pytorch import ops
 
+CPU = {"device": "cpu"}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Relative to the largest magnitude: a rounding to the type, and FP32 sums in another order.
 ROUNDING = {torch.float32: 4e-6, torch.bfloat16: 2**-7, torch.float16: 2**-9}
@@ -272,6 +277,74 @@ def test_dropout_that_drops_nothing_runs_natively():
     dropout.dropout_probability = 0.5
     assert not is_native()
     assert not torch.equal(module(x), expected(x))
+
+
+@pytest.mark.parametrize("recipe", [None, Float8CurrentScaling, DelayedScaling])
+def test_dropout_between_linear_ops_is_torchs_own(recipe, monkeypatch):
+    """The same random numbers and gradients as of layers one by one; known calls do not go through the plan."""
+    torch.manual_seed(6)
+    first, dropout, last = ops.Linear(16, 32, **CPU), ops.Dropout(0.25), ops.Linear(32, 16, **CPU)
+    module = ops.Sequential(first, dropout, last)
+    apart = [copy.deepcopy(layer) for layer in (first, last)]
+
+    def run_all(x):
+        x = apart[0](x)
+        return apart[1](torch.native_dropout(x, dropout.dropout_probability, True)[0])
+
+    def run(forward, parameters, number):
+        torch.manual_seed(number)
+        x = leaf(16, 16, seed=number)
+        enabled = recipe is not None
+        with te.autocast(enabled=enabled, recipe=recipe() if enabled else None):
+            y = forward(x)
+        y.backward(leaf(16, 16, seed=9).detach())
+        grads = [p.grad for p in parameters]
+        for p in parameters:
+            p.grad = None
+        return y, x.grad, *grads
+
+    for number in range(4):
+        if number == 2:
+            monkeypatch.setattr(chains, "run_native", None)
+        dropout.dropout_probability = 0.25 + number / 8
+        got = run(module, [*module.parameters()], number)
+        expected = run(run_all, [p for layer in apart for p in layer.parameters()], number)
+        for a, b in zip(got, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0)
+        assert (got[0] != 0).any()
+
+
+@pytest.mark.parametrize("change", ["hook", "type", "rows", "autocast", "mode"])
+def test_a_call_between_those_with_dropout_that_are_known(change):
+    torch.manual_seed(7)
+    first, dropout, last = ops.Linear(16, 32, **CPU), ops.Dropout(0.5), ops.Linear(32, 16, **CPU)
+    module = ops.Sequential(first, dropout, last)
+    for _ in range(2):
+        module(leaf(16, 16))
+    x, seen, dtype = leaf(16, 16), [], torch.float32
+    if change == "hook":
+        module.register_forward_hook(lambda *_: seen.append(True))
+    elif change == "type":
+        x, dtype = leaf(16, 16, dtype=torch.float64), torch.float32
+    elif change == "rows":
+        x = leaf(2, 4, 16)
+    elif change == "mode":
+        module.eval()
+    elif change == "autocast":
+        dtype = torch.bfloat16
+    torch.manual_seed(8)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=change == "autocast"):
+        y = module(x)
+    assert y.dtype == dtype
+    assert bool(seen) == (change == "hook")
+    torch.manual_seed(8)
+    weights = [p.detach().to(dtype) for p in module.parameters()]
+    hidden = torch.nn.functional.linear(x.detach().to(dtype), *weights[:2])
+    if change != "mode":
+        hidden = torch.native_dropout(hidden, 0.5, True)[0]
+    expected = torch.nn.functional.linear(hidden, *weights[2:])
+    rounding = 2**-7 if dtype == torch.bfloat16 else 1e-6
+    torch.testing.assert_close(y.detach(), expected, rtol=rounding, atol=rounding)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64])

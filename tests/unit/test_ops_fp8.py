@@ -404,6 +404,15 @@ def late_failure(kind):
     if kind == "reshape":
         chain = ops.Sequential(first, ops.Reshape((16, 48)), second)
         return chain, lambda x, *, fail: chain(x[: 8 if fail else 16]), (ShapeError, "Reshape")
+    if kind == "dropout":
+        dropout = ops.Dropout(1e-12)
+        chain = ops.Sequential(first, dropout, second)
+
+        def run(x, *, fail):
+            dropout.dropout_probability = 2.0 if fail else 1e-12
+            return chain(x[: 8 if fail else 16])
+
+        return chain, run, (RuntimeError, "bernoulli_")
     if kind == "channel":
         make, add = ops.MakeExtraOutput(), ops.AddExtraInput()
         make.set_extra_output_channel(0, "residual", output_to_caller=False)
@@ -418,7 +427,7 @@ def late_failure(kind):
     return chain, run, (ShapeError, "AddExtraInput")
 
 
-LATE = pytest.mark.parametrize("kind", ["own op", "reshape", "channel", "plain module"])
+LATE = pytest.mark.parametrize("kind", ["own op", "reshape", "dropout", "channel", "plain module"])
 
 
 def late_state(chain):

@@ -56,7 +56,10 @@ def run_native(
     def run() -> Any:
         return _run_programs(owner, plan, x, extra_inputs, is_first_microbatch)
 
-    return plan.trials.run(run, plan.ops, recipe, epoch, x, extra_inputs)
+    result = plan.trials.run(run, plan.ops, recipe, epoch, x, extra_inputs)
+    if plan.steps is not None and torch._C._current_graph_task_id() < 0:
+        plan.steps.learn(x)
+    return result
 
 
 def _apply(

@@ -166,7 +166,7 @@ class OperationFuser:
         if plan is None:
             plan = self._plans[key] = self._make_plan(recipe, types)
         if not is_custom and types is None and not self._counted:
-            self._direct(plan.single)
+            self._direct(plan.single or plan.steps)
         return plan
 
     def _plan_for(
@@ -204,7 +204,7 @@ class OperationFuser:
         self._module = weakref.ref(module)
         module.__dict__["_direct_call"] = self.call_directly
 
-    def _direct(self, program: Any) -> None:
+    def _direct(self, program: native.Program | native.ProgramSteps | None) -> None:
         module = None if self._module is None else self._module()
         if module is not None:
             module.__dict__["_direct_program"] = program

@@ -92,6 +92,8 @@ class Plan:
         The steps, if all are native segments, or functions between these.
     single : Program or None
         The one program, if it is all and no extra tensor is wired inside.
+    steps : ProgramSteps or None
+        The programs and functions, if these are all and there is no extra tensor.
     parameters : list of list of dict
         Per basic operation, the dictionaries that hold its parameters.
     beside : list of Beside
@@ -115,6 +117,7 @@ class Plan:
     backward: list[Step]
     native: list[Step] | None = None
     single: Any = None
+    steps: Any = None
     parameters: list[list[dict[str, Any]]] = field(default_factory=list)
     beside: list[Beside] = field(default_factory=list)
     returned: list[int] = field(default_factory=list)
@@ -304,7 +307,20 @@ def make_plan(
     # A user's operation may raise at any time; te_fast's operations raise only for sizes and types of a call.
     users = any(step.op is not None and not _is_own(step.op) for step in steps)
     plan.trials.ends = not (users or plan.prepared)
+    if plan.native is not None and plan.single is None and plan.trials.ends:
+        plan.steps = _native_steps(plan)
     return plan
+
+
+def _native_steps(plan: Plan) -> native.ProgramSteps | None:
+    """Return the steps as calls without extra tensors run them; None if there are such, or a step needs more."""
+    if plan.routing.inputs or plan.returned:
+        return None
+    for step in plan.forward:
+        is_more = step.program is not None and (step.casts or step.program.has_parts)
+        if is_more or step.takes or step.makes:
+            return None
+    return native.ProgramSteps([step.function or step.program for step in plan.forward])
 
 
 def _are_native(types: Types, index: int) -> bool:

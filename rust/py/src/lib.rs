@@ -83,17 +83,19 @@ mod _native {
     #[pymodule_export]
     use crate::program::deferred::{program_backward_dw, weight_gradient};
     #[pymodule_export]
-    use crate::program::entry::{
-        program_apply, program_autograd_forward, program_module_call, program_run_backward, program_run_forward,
-    };
+    use crate::program::entry::{program_apply, program_autograd_forward, program_run_backward, program_run_forward};
     #[pymodule_export]
     use crate::program::handle::ProgramHandle;
+    #[pymodule_export]
+    use crate::program::module_call::program_module_call;
     #[pymodule_export]
     use crate::program::nothing::program_grads_of_nothing;
     #[pymodule_export]
     use crate::program::optimizer_writes::OptimizerWrites;
     #[pymodule_export]
     use crate::program::parts::version_of_copy;
+    #[pymodule_export]
+    use crate::program::steps::ProgramSteps;
     #[pymodule_export]
     use crate::program::weight::WeightHandle;
     #[pymodule_export]

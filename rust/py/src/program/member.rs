@@ -3,15 +3,15 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::type_object::PyTypeInfo;
 use pyo3::types::{PyWeakrefMethods, PyWeakrefReference};
 use smallvec::SmallVec;
+use te_fast_core::base::pointer::DevPtr;
+use te_fast_core::base::tensor::TensorView;
 use te_fast_core::program::WeightCast;
 use te_fast_core::quant::weight::{WeightRecord, WeightToken};
 
-use crate::error::Failure;
 use crate::program::optimizer_writes::written_since;
 use crate::torch::process::State;
 
@@ -76,29 +76,37 @@ impl Member {
         Ok(self.handle.bind(py).upgrade().map(Bound::cast_into::<T>).transpose()?)
     }
 
+    /// The weight with its tensors; none if its layer or one of its parts is gone.
+    pub(crate) fn alive<T: PyTypeInfo>(self: Arc<Self>, py: Python<'_>) -> PyResult<Option<Alive<'_, T>>> {
+        let Some(handle) = self.handle(py)? else { return Ok(None) };
+        let sources: Option<_> = self.sources.iter().map(|source| source.bind(py).upgrade()).collect();
+        Ok(sources.map(|sources| Alive { member: self, handle, sources }))
+    }
+}
+
+/// A member whose tensors are held.
+pub(crate) struct Alive<'py, T> {
+    pub(crate) member: Arc<Member>,
+    pub(crate) handle: Bound<'py, T>,
+    sources: SmallVec<[Bound<'py, PyAny>; 2]>,
+}
+
+impl<T> Alive<'_, T> {
     /// Whether an optimizer that has one of its parameters has stepped since step number `steps` of all.
-    pub(crate) fn is_written_since(&self, py: Python<'_>, steps: u64) -> bool {
-        self.sources.iter().any(|source| source.bind(py).upgrade().is_some_and(|tensor| written_since(&tensor, steps)))
+    pub(crate) fn is_written_since(&self, steps: u64) -> bool {
+        self.sources.iter().any(|source| written_since(source, steps))
     }
 
-    /// The tensor that the weight begins with, its address and its version; none if a part is gone.
-    pub(crate) fn now<'py>(
-        &self,
-        state: &State,
-        py: Python<'py>,
-    ) -> Result<Option<(Bound<'py, PyAny>, WeightToken)>, Failure> {
-        let (mut version, mut found) = (0, None);
-        for (index, source) in self.sources.iter().enumerate() {
-            let Some(tensor) = source.bind(py).upgrade() else { return Ok(None) };
-            version += tensor.getattr(intern!(py, "_version"))?.extract::<u64>()?;
-            if index == self.first {
-                let Some(view) = state.reader.read(&tensor)? else { return Ok(None) };
-                if !view.is_contiguous() {
-                    return Ok(None);
-                }
-                found = Some((view.data().address(), view.dtype(), tensor.clone()));
-            }
+    /// The weight's address and version; none if kernels cannot read it as it lies.
+    pub(crate) fn read(&self, state: &State) -> PyResult<Option<(DevPtr<'_>, WeightToken)>> {
+        let mut version = 0;
+        for source in &self.sources {
+            version += source.getattr(&state.torch.names.version)?.extract::<i64>()? as u64;
         }
-        Ok(found.map(|(address, dtype, tensor)| (tensor, WeightToken { address, version: Some(version), dtype })))
+        let view = state.reader.read(&self.sources[self.member.first])?.filter(TensorView::is_contiguous);
+        Ok(view.map(|view| {
+            let token = WeightToken { address: view.data().address(), version: Some(version), dtype: view.dtype() };
+            (view.data(), token)
+        }))
     }
 }

@@ -20,7 +20,7 @@ use te_fast_core::runtime::lane::{Memory, Place};
 
 use crate::autocast::region::run_at_end;
 use crate::error::Failure;
-use crate::program::member::{Joining, Member};
+use crate::program::member::{Alive, Joining, Member};
 use crate::program::parts::Joined;
 use crate::program::weight::{OpSlots, WeightHandle, recycle};
 use crate::program::weight_memory::{
@@ -130,10 +130,9 @@ impl<'py> Source<'_, 'py> {
 }
 
 /// One that is to be quantised.
-struct Due<'py> {
-    handle: Bound<'py, WeightHandle>,
-    weight: Bound<'py, PyAny>,
-    member: Arc<Member>,
+struct Due<'a, 'py> {
+    alive: &'a Alive<'py, WeightHandle>,
+    x: DevPtr<'a>,
     storage: Py<PyAny>,
     record: WeightRecord,
     cast: WeightCast,
@@ -152,18 +151,23 @@ fn launch(
         return Ok(());
     };
     forget(py, pending)?;
-    let mut due: Vec<Due<'_>> = Vec::with_capacity(members.len());
+    let mut alive = Vec::with_capacity(members.len());
     for member in members {
-        due.extend(due_of(state, py, member, cast, wanted)?);
+        alive.extend(member.alive(py)?);
+    }
+    let mut due = Vec::with_capacity(alive.len());
+    for alive in &alive {
+        due.extend(due_of(state, alive, cast, wanted)?);
     }
     if due.len() < 2 {
         return Ok(());
     }
     let mut made = Vec::with_capacity(due.len());
-    for Due { handle, storage, record, .. } in &due {
-        let former = recycle(handle, (kind.place, false))?;
-        match make_weight_of_storage(py, state, storage.clone_ref(py), *record, former) {
-            Ok(weight) => made.push(weight),
+    for due in &due {
+        let former = recycle(&due.alive.handle, (kind.place, false))?;
+        let storage = due.storage.clone_ref(py);
+        match make_weight_of_storage(py, state, storage, due.record, former) {
+            Ok(weight) => made.push(Arc::new(weight)),
             Err(error) if is_out_of_memory(py, &error) => {
                 drop(made);
                 if let Ok(mut together) = TOGETHER.try_lock() {
@@ -176,10 +180,10 @@ fn launch(
     }
     run_at_end(forget_unused);
     run(state, py, kind.place, cast, (&due, &made))?;
-    let (mut formers, mut launched): (Vec<Former<WeightMemory>>, Vec<_>) = (Vec::new(), Vec::new());
-    for (Due { handle, member, .. }, weight) in due.into_iter().zip(made) {
-        formers.push(handle.try_borrow_mut()?.cache.make_ready(Arc::new(weight), kind.place.stream));
-        launched.push(member);
+    let (mut formers, mut launched) = (Vec::<Former<WeightMemory>>::new(), Vec::with_capacity(due.len()));
+    for (Due { alive, .. }, weight) in due.iter().zip(made) {
+        formers.extend(alive.handle.try_borrow_mut()?.cache.make_ready(weight, kind.place.stream).map(Some));
+        launched.push(Arc::clone(&alive.member));
     }
     drop(formers);
     if let Ok(mut together) = TOGETHER.try_lock() {
@@ -188,32 +192,29 @@ fn launch(
     Ok(())
 }
 
-/// How a member is quantised now; none where nothing is known to have written it, or it is not what and where it was.
-fn due_of<'py>(
+/// How a member is quantised now; none where nothing is known to have written it, or it is not what and where it was. Whether
+/// its storage is still the one that it had then is asked by its own call.
+fn due_of<'a, 'py>(
     state: &State,
-    py: Python<'py>,
-    member: Arc<Member>,
+    alive: &'a Alive<'py, WeightHandle>,
     cast: &WeightCast,
     wanted: &WeightRecord,
-) -> Result<Option<Due<'py>>, Failure> {
-    let Some(handle) = member.handle::<WeightHandle>(py)? else { return Ok(None) };
-    let Some((weight, token)) = member.now(state, py)? else { return Ok(None) };
-    let (storage, record, own, slots) = {
-        let borrowed = handle.try_borrow()?;
-        let Some(Joining { storage, record, cast, .. }) = &borrowed.joining else { return Ok(None) };
-        (storage.clone_ref(py), *record, *cast, borrowed.slots.clone())
-    };
+) -> Result<Option<Due<'a, 'py>>, Failure> {
+    let Some((x, token)) = alive.read(state)? else { return Ok(None) };
+    let borrowed = alive.handle.try_borrow()?;
+    let Some(Joining { storage, record, cast: own, .. }) = &borrowed.joining else { return Ok(None) };
     let was = record.token;
-    let written = token.version != was.version || member.is_written_since(py, record.optimizer_steps);
+    let written = token.version != was.version || alive.is_written_since(record.optimizer_steps);
     let moved = (token.address, token.dtype) == (was.address, was.dtype) && written;
-    let slots = slots.filter(|slots| slots.serve(record.epoch));
+    let slots = borrowed.slots.as_ref().filter(|slots| slots.serve(record.epoch));
     let lacks_slots = own.scales == ManyScales::Given && slots.is_none();
-    if !moved || !own.is_with(cast) || lacks_slots || is_gone(&storage, py, state)? {
+    if !moved || !own.is_with(cast) || lacks_slots {
         return Ok(None);
     }
     let &WeightRecord { generation, cache_epoch, optimizer_steps, .. } = wanted;
-    let record = WeightRecord { token, generation, cache_epoch, optimizer_steps, ..record };
-    Ok(Some(Due { handle, weight, member, storage, record, cast: own, slots }))
+    let record = WeightRecord { token, generation, cache_epoch, optimizer_steps, ..*record };
+    let (storage, slots) = (storage.clone_ref(alive.handle.py()), slots.cloned());
+    Ok(Some(Due { alive, x, storage, record, cast: *own, slots }))
 }
 
 fn run(
@@ -221,14 +222,15 @@ fn run(
     py: Python<'_>,
     place: Place,
     cast: &WeightCast,
-    (due, made): (&[Due<'_>], &[CachedWeight]),
+    (due, made): (&[Due<'_, '_>], &[Arc<CachedWeight>]),
 ) -> Result<(), Failure> {
-    let mut casts = Vec::with_capacity(due.len());
-    for (due, weight) in due.iter().zip(made) {
-        let slot = due.slots.as_ref().map_or(Slot::NONE, |slots| slots.slots().weight);
-        let x = state.pointer(Some(&due.weight))?;
-        casts.push(due.cast.of(x, &weight_buffer(weight), slot));
-    }
+    let casts: Vec<_> = due
+        .iter()
+        .zip(made)
+        .map(|(due, weight)| {
+            due.cast.of(due.x, &weight_buffer(weight), due.slots.as_ref().map_or(Slot::NONE, OpSlots::weight))
+        })
+        .collect();
     let plan = cast.plan()?;
     let scratch = plan.scratch_bytes(casts.len());
     let mut dispatcher = state.dispatcher(py)?;

@@ -51,10 +51,15 @@ impl OpSlots {
         }
     }
 
+    /// The weight's alone.
+    pub(crate) fn weight(&self) -> Slot<'_> {
+        slot(&self.forward, self.forward_base + 1)
+    }
+
     pub(crate) fn slots(&self) -> LinearSlots<'_> {
         LinearSlots {
             input: slot(&self.forward, self.forward_base),
-            weight: slot(&self.forward, self.forward_base + 1),
+            weight: self.weight(),
             grad: slot(&self.backward, self.backward_base),
             output: slot(&self.forward, self.forward_base + 2),
             grad_input: slot(&self.backward, self.backward_base + 1),

@@ -142,21 +142,23 @@ fn quantize_all<'py>(state: &State, py: Python<'py>, jobs: &[Job<'py>]) -> PyRes
     // A single tensor that is cast as it is needs none of this.
     let pays = jobs.len() > 1 || jobs.iter().any(|job| job.nominal.is_some());
     let together = pays && state.dispatcher(py)?.0.config.weights_together;
-    let mut kinds: SmallVec<[(Kind, Vec<&Job<'py>>); 1]> = SmallVec::new();
+    let mut kinds: SmallVec<[(Kind, Vec<Read<'_, 'py>>); 1]> = SmallVec::new();
     let mut alone = Vec::new();
     for job in jobs {
-        match if together { kind_of(state, job)? } else { None } {
-            None => alone.push(job),
-            Some(kind) => match kinds.iter_mut().find(|(known, _)| *known == kind) {
-                Some((_, members)) => members.push(job),
-                None => kinds.push((kind, vec![job])),
+        let read = if together { Some(Read { job, x: source(state, &job.value, &job.x)? }) } else { None };
+        let kind = read.as_ref().map(Read::kind).transpose()?.flatten();
+        match (read, kind) {
+            (Some(read), Some(kind)) => match kinds.iter_mut().find(|(known, _)| *known == kind) {
+                Some((_, members)) => members.push(read),
+                None => kinds.push((kind, vec![read])),
             },
+            _ => alone.push(job),
         }
     }
     for (kind, members) in kinds {
         let is_worth_it = members.len() > 1 || matches!(kind.input, ManyInputs::Rounded(_));
         if !is_worth_it || !by_one_launch(state, py, kind, &members)? {
-            alone.extend(members);
+            alone.extend(members.into_iter().map(|read| read.job));
         }
     }
     alone.into_iter().try_for_each(|job| {
@@ -237,46 +239,53 @@ fn source<'a>(state: &State, value: &Bound<'_, QuantizedValue>, x: &'a Bound<'_,
     Ok(shaped.filter(|shaped| shaped.numel() == view.numel()).unwrap_or(view))
 }
 
-/// None for what is quantised alone: stacks, blocks of 1 x 128, no elements, and what is refused there.
-fn kind_of(state: &State, job: &Job<'_>) -> PyResult<Option<Kind>> {
-    let Job { value, x, usage, rule, scale, .. } = job;
-    let view = source(state, value, x)?;
-    let (block, output, groups) = {
-        let value = value.try_borrow()?;
-        let (block, output) = value.block_and_type();
-        (block, output, value.groups())
-    };
-    let (current, eps, pow2) = *rule;
-    let scales = match (block, current) {
-        (Block::Tensor, true) => ManyScales::Current(ScaleRule { output, eps, pow2 }),
-        (Block::Tensor, false) if scale.is_some() => ManyScales::Given,
-        (Block::Square, _) => ManyScales::Block { eps, pow2 },
-        _ => return Ok(None),
-    };
-    let Some(input) = job.inputs(view.device(), view.dtype(), output) else { return Ok(None) };
-    let is_whole = groups == 1 && view.numel() != 0 && (usage.0 || usage.1);
-    Ok(is_whole.then_some(Kind { device: view.device(), input, output, scales }))
+/// A job, and what its value is quantised from.
+struct Read<'a, 'py> {
+    job: &'a Job<'py>,
+    x: TensorView<'a>,
+}
+
+impl Read<'_, '_> {
+    /// None for what is quantised alone: stacks, blocks of 1 x 128, no elements, and what is refused there.
+    fn kind(&self) -> PyResult<Option<Kind>> {
+        let Self { job, x } = self;
+        let Job { value, usage, rule, scale, .. } = job;
+        let (block, output, groups) = {
+            let value = value.try_borrow()?;
+            let (block, output) = value.block_and_type();
+            (block, output, value.groups())
+        };
+        let (current, eps, pow2) = *rule;
+        let scales = match (block, current) {
+            (Block::Tensor, true) => ManyScales::Current(ScaleRule { output, eps, pow2 }),
+            (Block::Tensor, false) if scale.is_some() => ManyScales::Given,
+            (Block::Square, _) => ManyScales::Block { eps, pow2 },
+            _ => return Ok(None),
+        };
+        let Some(input) = job.inputs(x.device(), x.dtype(), output) else { return Ok(None) };
+        let is_whole = groups == 1 && x.numel() != 0 && (usage.0 || usage.1);
+        Ok(is_whole.then_some(Kind { device: x.device(), input, output, scales }))
+    }
 }
 
 /// A value that is about to be written.
 struct Prepared<'a, 'py> {
-    x: TensorView<'a>,
+    x: &'a TensorView<'a>,
     targets: Targets<'py>,
     scale: DevPtr<'a>,
     amax: DevPtr<'a>,
 }
 
 /// False where two of them have the same memory: the one that comes last is to be seen there.
-fn by_one_launch(state: &State, py: Python<'_>, kind: Kind, jobs: &[&Job<'_>]) -> PyResult<bool> {
+fn by_one_launch(state: &State, py: Python<'_>, kind: Kind, jobs: &[Read<'_, '_>]) -> PyResult<bool> {
     let plan = CastManyPlan::new(kind.input, kind.output, kind.scales).python()?;
     let call = DirectCall::new(state, py, OP, kind.device)?;
     let mut prepared = Vec::with_capacity(jobs.len());
-    for Job { value, x, usage, scale, amax, .. } in jobs {
-        let x = source(state, value, x)?;
+    for Read { job: Job { value, usage, scale, amax, .. }, x } in jobs {
         let usage = Usage { rowwise: usage.0, columnwise: usage.1 };
-        let scale = single_f32(state, scale.as_ref(), "scale", &x)?;
-        let amax = single_f32(state, amax.as_ref(), "amax", &x)?;
-        let targets = QuantizedValue::snapshot(value)?.targets(&call, &x, usage, false)?;
+        let scale = single_f32(state, scale.as_ref(), "scale", x)?;
+        let amax = single_f32(state, amax.as_ref(), "amax", x)?;
+        let targets = QuantizedValue::snapshot(value)?.targets(&call, x, usage, false)?;
         prepared.push(Prepared { x, targets, scale, amax });
     }
     let casts = prepared.iter().map(|one| one.cast(state)).collect::<PyResult<Vec<_>>>()?;
@@ -290,8 +299,8 @@ fn by_one_launch(state: &State, py: Python<'_>, kind: Kind, jobs: &[&Job<'_>]) -
         plan.run(&mut lane.target, &casts, (lane.workspace.scratch, lane.workspace.counters))
     })?;
     drop(casts);
-    for (Job { value, .. }, Prepared { targets, .. }) in jobs.iter().zip(prepared) {
-        QuantizedValue::take(value, targets)?;
+    for (read, Prepared { targets, .. }) in jobs.iter().zip(prepared) {
+        QuantizedValue::take(&read.job.value, targets)?;
     }
     Ok(true)
 }

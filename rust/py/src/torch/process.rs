@@ -63,6 +63,7 @@ pub(crate) struct Names {
     pub(crate) grad: Py<PyString>,
     pub(crate) is_leaf: Py<PyString>,
     pub(crate) requires_grad: Py<PyString>,
+    pub(crate) version: Py<PyString>,
 }
 
 /// The kind of an argument that should be a tensor.
@@ -134,8 +135,6 @@ pub(crate) struct State {
     arguments: Py<AllocationArguments>,
     pub(crate) reader: Reader,
     pub(crate) torch: Torch,
-    /// `(1,)`, the stride of a buffer.
-    pub(crate) unit_stride: Py<PyTuple>,
     pub(crate) tables: Tables,
 }
 
@@ -175,14 +174,12 @@ impl State {
         let by_object = torch.dtypes.iter().map(|(dtype, object)| (object.clone_ref(py), *dtype)).collect();
         let config = Config::from_environment();
         let cell = Py::new(py, DispatcherCell(Dispatcher::new(config)))?;
-        let unit_stride = PyTuple::new(py, [1])?.unbind();
         let arguments = Py::new(py, AllocationArguments([const { None }; KEPT_SIZES]))?;
         Ok(Self {
             cell,
             arguments,
             reader: Reader::new(py, by_object, config.exchange_table)?,
             torch,
-            unit_stride,
             tables: Tables::default(),
         })
     }
@@ -271,7 +268,7 @@ impl State {
     /// A buffer of bytes.
     #[inline]
     pub(crate) fn bytes<'py>(&self, py: Python<'py>, device: Device, count: usize) -> PyResult<Bound<'py, PyAny>> {
-        self.empty(py, device, &PyTuple::new(py, [count])?, self.unit_stride.bind(py), DType::U8)
+        self.empty_sized(py, device, &[count as i64], DType::U8)
     }
 }
 
@@ -353,6 +350,7 @@ impl Torch {
                 grad: PyString::intern(py, "grad").unbind(),
                 is_leaf: PyString::intern(py, "is_leaf").unbind(),
                 requires_grad: PyString::intern(py, "requires_grad").unbind(),
+                version: PyString::intern(py, "_version").unbind(),
             },
             devices: CurrentDevice::new(&native),
             dtypes,

@@ -54,6 +54,8 @@ pub(crate) struct Reader {
     table: Option<&'static ExchangeTable>,
     attributes: Attributes,
     raw_stream: Option<Py<PyAny>>,
+    /// `torch.Tensor.data_ptr`.
+    data_ptr: Py<PyAny>,
 }
 
 #[derive(Debug)]
@@ -92,7 +94,8 @@ impl Reader {
             device: name("device"),
             dtypes,
         };
-        Ok(Self { table, attributes, raw_stream })
+        let data_ptr = torch.getattr("Tensor")?.getattr("data_ptr")?.unbind();
+        Ok(Self { table, attributes, raw_stream, data_ptr })
     }
 
     /// The view of a tensor; `None` for tensors that no kernel can read (fake and wrapper tensors, other devices and
@@ -102,6 +105,15 @@ impl Reader {
         match self.table {
             Some(ExchangeTable { tensor_from_object: Some(read), .. }) => Ok(read_exchange(*read, tensor, false)),
             _ => self.read_attributes(tensor),
+        }
+    }
+
+    /// The address of a tensor's first byte; an error that names `what` if it has no memory.
+    fn address(&self, tensor: &Bound<'_, PyAny>, what: &'static str) -> Result<u64> {
+        let address = self.data_ptr.bind(tensor.py()).call1((tensor,)).and_then(|address| address.extract::<i64>());
+        match address {
+            Ok(address) if address > 0 => Ok(address as u64), // CPython reads signed numbers sooner
+            _ => Ok(view_of(self, tensor, what)?.data().address() as u64),
         }
     }
 
@@ -265,8 +277,8 @@ pub(crate) struct Held {
 impl Held {
     /// Keeps `tensor`, which has no other owner.
     pub(crate) fn new(reader: &Reader, tensor: &Bound<'_, PyAny>) -> PyResult<Self> {
-        let view = view_of(reader, tensor, "buffer").map_err(crate::error::to_python)?;
-        Ok(Self { tensor: tensor.clone().unbind(), address: view.data().address() as u64 })
+        let address = reader.address(tensor, "buffer").map_err(crate::error::to_python)?;
+        Ok(Self { tensor: tensor.clone().unbind(), address })
     }
 
     /// Keeps the memory of a `tensor` with other owners.
