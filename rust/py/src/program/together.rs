@@ -192,8 +192,8 @@ fn launch(
     Ok(())
 }
 
-/// How a member is quantised now; none where nothing is known to have written it, or it is not what and where it was. Whether
-/// its storage is still the one that it had then is asked by its own call.
+/// How a member must be quantised now. None if no write to it is known, or if its type or address has changed. The weight's
+/// own call checks whether its storage is still the same one.
 fn due_of<'a, 'py>(
     state: &State,
     alive: &'a Alive<'py, WeightHandle>,
