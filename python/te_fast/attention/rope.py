@@ -540,9 +540,7 @@ def angles_of(
     batch_first = tensor_format == "bshd"
     length = shape[1] if batch_first else shape[0]
     if length > freqs.shape[0]:
-        message = (
-            f"{_OP}: there are angles for {freqs.shape[0]} positions, and {length} tokens"
-        )
+        message = f"{_OP}: there are angles for {freqs.shape[0]} positions, and {length} tokens"
         raise ShapeError(message)
     if start_positions is None:
         if length == freqs.shape[0]:
