@@ -113,7 +113,6 @@ def norm_chain(seed):
 PLAIN = {recomputed_mlp: mlp, recomputed_norm_mlp: norm_mlp}
 MAKES = [mlp, recomputed_mlp, chain, mixed_chain, frozen_chain]
 MAKES += [norm_linear, norm_mlp, recomputed_norm_mlp, norm_chain]
-LAYERS = pytest.mark.parametrize("make", MAKES, ids=lambda make: make.__name__)
 
 
 class Tracker:
@@ -204,9 +203,8 @@ def test_nothing_differs(recipe, checkpointed, reentrant):
     check(Net(checkpointed, reentrant), Net([]), recipe)
 
 
-@REENTRANT
-@LAYERS
-def test_layers_that_are_programs(recipe, reentrant, make):
+@pytest.mark.parametrize(("make", "reentrant"), pairs(MAKES, [True, False]))
+def test_layers_that_are_programs(recipe, make, reentrant):
     plain = PLAIN.get(make, make)
     check(Net(["all"], reentrant, make=make), Net([], make=plain), recipe)
 

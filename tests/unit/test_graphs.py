@@ -104,7 +104,8 @@ def test_inductors_code_around_a_layer(kind):
     )
 
 
-@pytest.mark.parametrize("kind", quickly(RECIPES, "current"))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", RECIPES)
 def test_microbatches_quantise_weights_once(kind):
     model = torch.nn.ModuleList(
         [te.Linear(32, 32, device="cpu"), te.LayerNormLinear(32, 32, device="cpu")]
@@ -237,7 +238,8 @@ def test_no_rows():
     assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in layer.parameters())
 
 
-@pytest.mark.parametrize("kind", quickly(["current", "block"], "block"))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["current", "block"])
 def test_activations_are_recomputed(kind):
     model = torch.nn.ModuleList(
         [te.LayerNormMLP(32, 64, checkpoint=True, device="cpu"), te.Linear(32, 32, device="cpu")]
@@ -456,6 +458,7 @@ def test_make_fx_sees_an_operator():
 # Refusals -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin")
 def test_a_graph_checks_what_eager_checks():
     layer, recipe = te.Linear(32, 32, device="cpu"), Float8CurrentScaling()
