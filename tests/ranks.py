@@ -78,7 +78,7 @@ class Scenes:
 
 
 def asked(request, scenes):
-    """Those scenes of a fixture whose tests run: what is deselected is not played."""
+    """Scenes of a fixture whose tests were selected: the ranks run no other."""
     wanted = {
         item.callspec.params["scene"]
         for item in request.session.items

@@ -1,7 +1,4 @@
-"""Cases that plain ``pytest`` runs, and cases that ``make test`` alone runs: the latter are marked slow.
-
-A whole product of layers, recipes and the like is for `make test`. The quick suite takes each value of each axis once.
-"""
+"""Plain ``pytest`` runs some cases of a test, ``make test`` runs all: the other cases are marked slow."""
 
 from __future__ import annotations
 
