@@ -23,6 +23,8 @@ WHEEL_PYTHONS := 3.10 3.11 3.12 3.13 3.14
 WHEEL_MACHINES := x86_64 aarch64
 THIS_WHEEL = wheel-$(PYTHON_VERSION)-$(shell uname -m)
 PYTEST_ARGS ?=
+# Plain pytest leaves them out.
+WITH_SLOW := -m "not gpu and not te and not patience"
 DEMO_ARGS ?=
 
 # Another Python than python3 has environments of its own, too.
@@ -144,8 +146,8 @@ test-rust: ## the tests of the Rust crates
 	$(HOST_ONLY) cargo test $(CRATES) --doc
 
 .PHONY: test-python
-test-python: install test-environment ## build, install and run the tests in Python
-	$(PY) -m pytest $(PYTEST_ARGS)
+test-python: install test-environment ## build, install and run the tests in Python, slow ones included
+	$(PY) -m pytest $(WITH_SLOW) $(PYTEST_ARGS)
 
 # What tests need beside te_fast: the network can bring it while compilers work.
 .PHONY: test-environment
@@ -163,7 +165,7 @@ test-gpu: install $(VENV)/.group-test ## the tests that need an NVIDIA GPU, for 
 .PHONY: coverage
 coverage: install $(VENV)/.group-test ## which lines of python/te_fast the tests run
 	$(PY) -m coverage erase
-	$(PY) -m coverage run -m pytest -n 0 $(PYTEST_ARGS)
+	$(PY) -m coverage run -m pytest -n 0 $(WITH_SLOW) $(PYTEST_ARGS)
 	$(PY) -m coverage report
 
 .PHONY: fuzz
@@ -180,7 +182,7 @@ ARM_TESTS := $(addprefix tests/unit/test_,linear.py quantize_reference.py norm.p
 
 .PHONY: test-arm
 test-arm: $(BUILD)/arm/.wheels ## tests of the aarch64 wheel under qemu-user, and its outputs beside x86-64's, bit for bit (debootstrap, qemu-user)
-	tools/arm/python.sh -m pytest -n 0 -p no:cacheprovider -o timeout=900 $(ARM_TESTS) $(PYTEST_ARGS)
+	tools/arm/python.sh -m pytest -n 0 -p no:cacheprovider -o timeout=900 $(WITH_SLOW) $(ARM_TESTS) $(PYTEST_ARGS)
 	tools/arm/python.sh tools/arm/hashes.py > $(BUILD)/arm/hashes.aarch64
 	PYTHONPATH=$(BUILD)/arm/x86_64 $(PY) tools/arm/hashes.py > $(BUILD)/arm/hashes.x86_64
 	cmp $(BUILD)/arm/hashes.*

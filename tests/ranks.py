@@ -77,6 +77,16 @@ class Scenes:
             time.sleep(0.01)
 
 
+def asked(request, scenes):
+    """Scenes of a fixture whose tests were selected: the ranks run no other."""
+    wanted = {
+        item.callspec.params["scene"]
+        for item in request.session.items
+        if item.path == request.path and request.fixturename in item.fixturenames
+    }
+    return [name for name in scenes if name in wanted]
+
+
 def run(fresh, folder, script, size, scenes, kind="cpu"):
     """Run scenes of a script on a number of ranks; return the errors of each scene, by rank."""
     program = (

@@ -465,6 +465,7 @@ def test_dropout_keeps_the_mean():
     assert out.std().item() > 0.05
 
 
+@pytest.mark.slow
 @compiles
 def test_compiled():
     layer = module(qkv_format="bshd", attn_mask_type="padding_causal")

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import te_fast
 import te_fast.pytorch as te
+from selection import pairs
 from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from te_fast.errors import DtypeError, StateError
 from te_fast.pytorch.distributed import (
@@ -112,7 +113,6 @@ def norm_chain(seed):
 PLAIN = {recomputed_mlp: mlp, recomputed_norm_mlp: norm_mlp}
 MAKES = [mlp, recomputed_mlp, chain, mixed_chain, frozen_chain]
 MAKES += [norm_linear, norm_mlp, recomputed_norm_mlp, norm_chain]
-LAYERS = pytest.mark.parametrize("make", MAKES, ids=lambda make: make.__name__)
 
 
 class Tracker:
@@ -203,16 +203,14 @@ def test_nothing_differs(recipe, checkpointed, reentrant):
     check(Net(checkpointed, reentrant), Net([]), recipe)
 
 
-@REENTRANT
-@LAYERS
-def test_layers_that_are_programs(recipe, reentrant, make):
+@pytest.mark.parametrize(("make", "reentrant"), pairs(MAKES, [True, False]))
+def test_layers_that_are_programs(recipe, make, reentrant):
     plain = PLAIN.get(make, make)
     check(Net(["all"], reentrant, make=make), Net([], make=plain), recipe)
 
 
-@REENTRANT
-@LAYERS
-def test_programs_several_forwards_before_their_backwards(reentrant, make):
+@pytest.mark.parametrize(("make", "reentrant"), pairs(MAKES, [True, False]))
+def test_programs_several_forwards_before_their_backwards(make, reentrant):
     net = Net([0, 1, 2], reentrant, make=make)
     plain = Net([], make=PLAIN.get(make, make))
     check(net, plain, DelayedScaling(amax_history_len=4), in_flight=3)

@@ -12,6 +12,7 @@ from graphs import needs_compile
 TESTS = Path(__file__).parents[1]
 _VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 pytestmark = [
+    pytest.mark.slow,
     needs_compile,
     pytest.mark.skipif(
         not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo"
@@ -52,7 +53,7 @@ EVERY = "none+delayed+current+block:3"
     ("data_parallel", "sharded"),
     [
         ("delayed:2", "block:2"),
-        pytest.param(EVERY, EVERY, marks=[pytest.mark.slow, pytest.mark.timeout(600)]),
+        pytest.param(EVERY, EVERY, marks=[pytest.mark.patience, pytest.mark.timeout(600)]),
     ],
     ids=["one", "every"],
 )

@@ -162,6 +162,7 @@ def test_mixtures_in_fp8(recipe):
     te_fast.convert.load_scaling_state(copied, scales)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not CAN_COMPILE, reason="torch 2.8 or later")
 def test_mixtures_compile():
     model, other = mixtral(), mixtral()
@@ -421,6 +422,7 @@ def test_recomputed(recipe, use_reentrant):
         assert relative(mine, theirs) < 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not CAN_COMPILE, reason="torch 2.8 or later")
 def test_compiled():
     model, other = Model(1), Model(1)

@@ -18,7 +18,8 @@ def examples():
         text = path.read_text()
         if path.parent.name == "tutorials":  # the blocks of a tutorial are one program
             code = "\n".join(match[1] for match in BLOCK.finditer(text))
-            yield pytest.param(code, 1, id=str(path.relative_to(ROOT)))
+            marks = [pytest.mark.slow] if path.stem == "profile-a-script" else []
+            yield pytest.param(code, 1, id=str(path.relative_to(ROOT)), marks=marks)
             continue
         for match in BLOCK.finditer(text):
             line = text.count("\n", 0, match.start(1)) + 1

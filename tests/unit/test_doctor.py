@@ -69,6 +69,7 @@ def run(folder: Path, script: str, *arguments: str, options=(), looked_at=True):
     )
 
 
+@pytest.mark.slow
 def test_a_script_computes_bit_for_bit_what_it_does_alone(tmp_path):
     alone = run(tmp_path, TRAIN, "5", looked_at=False)
     paths = {"--json": tmp_path / "report.json", "--svg": tmp_path / "report.svg"}
@@ -96,6 +97,7 @@ def test_a_script_computes_bit_for_bit_what_it_does_alone(tmp_path):
     assert "blocks.* (TransformerLayer)" in picture
 
 
+@pytest.mark.slow
 def test_a_script_that_fails_fails_as_it_does_alone(tmp_path):
     script = "import torch\ntorch.nn.Linear(2, 2)(torch.ones(1, 2))\nraise ValueError('no more')\n"
     alone, watched = (run(tmp_path, script, looked_at=looked) for looked in (False, True))

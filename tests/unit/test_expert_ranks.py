@@ -5,6 +5,7 @@ import torch.distributed as dist
 
 from expert_rank import scenes
 from ranks import run
+from selection import quickly
 
 pytestmark = pytest.mark.skipif(
     not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo"
@@ -13,7 +14,7 @@ LAST = "a_rank_that_stops"
 SCENES = tuple(name for name in scenes.functions if name != LAST)
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=quickly([2, 4], 2))
 def results(request, fresh, tmp_path_factory):
     folder = tmp_path_factory.mktemp(f"of{request.param}")
     return run(fresh, folder, "expert_rank", request.param, SCENES)

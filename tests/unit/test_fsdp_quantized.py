@@ -11,10 +11,13 @@ from recipes import RECIPES
 
 TESTS = Path(__file__).parents[1]
 _VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
-pytestmark = pytest.mark.skipif(
-    _VERSION < (2, 11) or not dist.is_available() or not dist.is_gloo_available(),
-    reason="needs gloo, and an FSDP2 that runs without a GPU (2.6's does not)",
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        _VERSION < (2, 11) or not dist.is_available() or not dist.is_gloo_available(),
+        reason="needs gloo, and an FSDP2 that runs without a GPU (2.6's does not)",
+    ),
+]
 WEIGHTS = 2 * 256 * 256
 
 

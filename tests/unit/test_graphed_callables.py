@@ -821,6 +821,7 @@ def test_hooks_beside_the_capture(graphs):
         graphs.graphed(te.Linear(COLS, COLS, **CPU), (sample(),), capture_time_hooks=[returns])
 
 
+@pytest.mark.slow
 @needs_compile
 def test_replays_stay_outside_of_compiled_code_whoever_is_imported_first(fresh):
     for lines in ("import torch._dynamo, te_fast.pytorch", "import te_fast.pytorch, torch._dynamo"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import re
+from itertools import product
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import te_fast
 import te_fast.pytorch as te
 from graphs import assert_trains_alike, compiled, needs_compile, refusal_of, region, states_of
 from recipes import RECIPES
+from selection import pairs, quickly
 from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from te_fast.errors import DtypeError, ShapeError, StateError
 
@@ -43,10 +45,7 @@ LAYERS = {
         te.ops.Linear(64, 32, device="cpu"),
     ),
 }
-every_layer = pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
-every_recipe = pytest.mark.parametrize(
-    "make_recipe", [lambda: None, *RECIPES.values()], ids=["none", *RECIPES]
-)
+WITHOUT = {"none": lambda: None}
 
 
 def inside(model, x, recipe, is_first):
@@ -62,17 +61,18 @@ def counters():
     return torch._dynamo.utils.counters
 
 
-@every_recipe
-@every_layer
-def test_a_compiled_layer_trains_as_eager_does(make, make_recipe):
-    assert_trains_alike(make(), make_recipe(), inside)
+@pytest.mark.parametrize(("name", "kind"), pairs(LAYERS, RECIPES | WITHOUT))
+def test_a_compiled_layer_trains_as_eager_does(name, kind):
+    assert_trains_alike(LAYERS[name](), (RECIPES | WITHOUT)[kind](), inside)
     # One graph for the first row count, one for all others.
     assert counters()["stats"]["unique_graphs"] == 2
     assert not counters()["graph_break"]
 
 
-@pytest.mark.parametrize("name", ["Linear", "LayerNormMLP"])
-@pytest.mark.parametrize("kind", RECIPES)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    quickly(list(product(["LayerNormMLP", "Linear"], RECIPES)), ("LayerNormMLP", "delayed")),
+)
 def test_a_region_around_the_graph(name, kind):
     model = LAYERS[name]()
     other = copy.deepcopy(model)
@@ -96,7 +96,7 @@ def test_a_region_around_the_graph(name, kind):
     assert counters()["stats"]["unique_graphs"] == 2
 
 
-@pytest.mark.parametrize("kind", RECIPES)
+@pytest.mark.parametrize("kind", quickly(RECIPES, "block"))
 def test_inductors_code_around_a_layer(kind):
     model = te.LayerNormMLP(32, 64, device="cpu")
     assert_trains_alike(
@@ -104,6 +104,7 @@ def test_inductors_code_around_a_layer(kind):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", RECIPES)
 def test_microbatches_quantise_weights_once(kind):
     model = torch.nn.ModuleList(
@@ -118,9 +119,10 @@ def test_microbatches_quantise_weights_once(kind):
     assert_trains_alike(model, RECIPES[kind](), forward, microbatches=(True, False, False))
 
 
-@pytest.mark.parametrize("kind", RECIPES)
-@pytest.mark.parametrize("delay", [False, True])
-def test_weight_gradients_go_into_main_grad(kind, delay):
+@pytest.mark.parametrize(
+    ("delay", "kind"), quickly(list(product([False, True], RECIPES)), (False, "delayed"))
+)
+def test_weight_gradients_go_into_main_grad(delay, kind):
     model = te.Linear(32, 32, fuse_wgrad_accumulation=True, delay_wgrad_compute=delay, device="cpu")
     other = copy.deepcopy(model)
     for layer in (model, other):
@@ -139,6 +141,7 @@ def test_weight_gradients_go_into_main_grad(kind, delay):
         assert torch.equal(model.bias.grad, other.bias.grad)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", RECIPES)
 def test_a_layer_runs_twice_in_one_graph(kind):
     def forward(layer, x, recipe, _):
@@ -176,6 +179,7 @@ def test_two_regions_in_one_graph_have_scales_of_their_own():
     assert_trains_alike(model, DelayedScaling(amax_history_len=4), forward)
 
 
+@pytest.mark.slow
 def test_a_region_in_a_region_updates_by_its_own_recipe():
     model = torch.nn.ModuleList([te.Linear(32, 32, device="cpu") for _ in range(2)])
     other = DelayedScaling(amax_history_len=2, margin=1)
@@ -203,17 +207,18 @@ def test_layers_of_one_kind_keep_scales_of_their_own_recipe():
 
 
 @pytest.mark.parametrize(
-    "recipe",
-    [
-        Float8CurrentScaling(backward_override="high_precision"),
-        Float8BlockScaling(backward_override="dequantized"),
-    ],
-    ids=["high_precision", "dequantized"],
+    ("make", "override"),
+    quickly(
+        [(Float8CurrentScaling, "high_precision"), (Float8BlockScaling, "dequantized")],
+        (Float8BlockScaling, "dequantized"),
+    ),
 )
-def test_backward_in_another_precision(recipe):
+def test_backward_in_another_precision(make, override):
+    recipe = make(backward_override=override)
     assert_trains_alike(te.LayerNormLinear(32, 32, device="cpu"), recipe, inside)
 
 
+@pytest.mark.slow
 def test_rows_that_gemms_lack_are_padded_in_the_operator():
     te_fast.auto_pad(True)
     try:
@@ -233,6 +238,7 @@ def test_no_rows():
     assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in layer.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["current", "block"])
 def test_activations_are_recomputed(kind):
     model = torch.nn.ModuleList(
@@ -389,10 +395,12 @@ CHAINS = {
 }
 
 
-@pytest.mark.parametrize("kind", RECIPES)
-@pytest.mark.parametrize("make", CHAINS.values(), ids=CHAINS)
-def test_chains(make, kind):
-    assert_trains_alike(te.ops.Sequential(*make()), RECIPES[kind](), inside)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    quickly(list(product(CHAINS, RECIPES)), ("user's own", "delayed"), ("Quantize", "block")),
+)
+def test_chains(name, kind):
+    assert_trains_alike(te.ops.Sequential(*CHAINS[name]()), RECIPES[kind](), inside)
 
 
 def test_extra_tensors_of_a_chain():
@@ -418,7 +426,7 @@ def test_extra_tensors_of_a_chain():
         assert torch.equal(one, two)
 
 
-@pytest.mark.parametrize("norm", [te.RMSNorm, te.LayerNorm])
+@pytest.mark.parametrize("norm", quickly([te.RMSNorm, te.LayerNorm], te.RMSNorm))
 def test_norms(norm):
     assert_trains_alike(norm(32, device="cpu"), None, inside)
 
@@ -450,6 +458,7 @@ def test_make_fx_sees_an_operator():
 # Refusals -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin")
 def test_a_graph_checks_what_eager_checks():
     layer, recipe = te.Linear(32, 32, device="cpu"), Float8CurrentScaling()
@@ -492,7 +501,7 @@ BAD_INPUT = {
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin")
-@pytest.mark.parametrize("case", BAD_INPUT)
+@pytest.mark.parametrize("case", quickly(BAD_INPUT, "rows of blocks"))
 def test_bad_input_gets_the_words_of_eager(case):
     make, recipe, spoil = BAD_INPUT[case]
     layer, x = te.Linear(32, 32, device="cpu", name="first"), make()
@@ -600,11 +609,13 @@ WHOLE = LAYERS | {
 }
 
 
-@pytest.mark.parametrize("grads", [False, True])
-@pytest.mark.parametrize("make", WHOLE.values(), ids=WHOLE)
-def test_the_compiled_function_is_the_layer_itself(make, grads):
+@pytest.mark.parametrize(
+    ("name", "grads"),
+    quickly(list(product(WHOLE, [False, True])), ("Sequential", False), ("LayerNormMLP", True)),
+)
+def test_the_compiled_function_is_the_layer_itself(name, grads):
     """torch 2.11 calls such a layer in another way, and functions without gradients that take two tensors."""
-    layer, x = make(), torch.randn(16, 32)
+    layer, x = WHOLE[name](), torch.randn(16, 32)
     for recipe in (None, DelayedScaling()):
         run, other = compiled(layer), copy.deepcopy(layer)
         with torch.set_grad_enabled(grads):

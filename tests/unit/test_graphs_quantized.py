@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from itertools import product
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import te_fast
 import te_fast.pytorch as te
 from graphs import assert_trains_alike, compiled, needs_compile, region
 from recipes import RECIPES
+from selection import quickly
 from te_fast import dispatch
 from te_fast.common.recipe import Float8BlockScaling, Float8CurrentScaling
 from te_fast.errors import StateError
@@ -47,8 +49,7 @@ MAKERS = {
         te.ops.BasicLinear(256, 128, **OF_OPS),
     ),
 }
-every_layer = pytest.mark.parametrize("name", MAKERS)
-every_recipe = pytest.mark.parametrize("kind", RECIPES)
+every_recipe = pytest.mark.parametrize("kind", quickly(RECIPES, "current"))
 
 
 def quantized(make, recipe, *, grads=True, **options):
@@ -65,8 +66,10 @@ def inside(model, x, recipe, is_first):
         return torch.relu(model(x, **keywords))
 
 
-@every_recipe
-@every_layer
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    quickly(list(product(MAKERS, RECIPES)), ("Linear", "delayed"), ("LayerNormMLP", "block")),
+)
 def test_a_compiled_layer_trains_as_eager_does(name, kind):
     recipe = RECIPES[kind]()
     assert_trains_alike(quantized(MAKERS[name], recipe), recipe, inside, cols=128)
@@ -110,7 +113,8 @@ def test_no_weight_is_quantised_in_a_graph(kind):
     assert dispatch.counters()["weight_casts"] == 0
 
 
-@every_recipe
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", RECIPES)
 def test_inductors_code_around_a_layer(kind):
     recipe = RECIPES[kind]()
     model = quantized(MAKERS["LayerNormLinear"], recipe)
@@ -119,8 +123,9 @@ def test_inductors_code_around_a_layer(kind):
     )
 
 
-@every_recipe
-@every_layer
+@pytest.mark.parametrize(
+    ("name", "kind"), quickly(list(product(MAKERS, RECIPES)), ("LayerNormLinear", "current"))
+)
 def test_weights_without_a_column_layout(name, kind):
     """Backward makes it of the row layout, and keeps nothing."""
     recipe = RECIPES[kind]()
@@ -142,9 +147,10 @@ def test_weights_without_a_column_layout(name, kind):
         assert torch.equal(one, two)
 
 
-@every_recipe
-@pytest.mark.parametrize("delay", [False, True])
-def test_weight_gradients_go_into_main_grad(kind, delay):
+@pytest.mark.parametrize(
+    ("delay", "kind"), quickly(list(product([False, True], RECIPES)), (True, "block"))
+)
+def test_weight_gradients_go_into_main_grad(delay, kind):
     recipe = RECIPES[kind]()
     model = quantized(
         MAKERS["Linear"], recipe, fuse_wgrad_accumulation=True, delay_wgrad_compute=delay
@@ -172,21 +178,23 @@ def test_weight_gradients_go_into_main_grad(kind, delay):
 
 
 @pytest.mark.parametrize(
-    "recipe",
-    [
-        make(backward_override=override)
-        for make in (Float8CurrentScaling, Float8BlockScaling)
-        for override in ("high_precision", "dequantized")
-    ],
-    ids=lambda recipe: f"{type(recipe).__name__}-{recipe.backward_override}",
+    ("override", "make"),
+    quickly(
+        list(
+            product(("high_precision", "dequantized"), (Float8CurrentScaling, Float8BlockScaling))
+        ),
+        ("high_precision", Float8CurrentScaling),
+    ),
 )
-def test_backward_in_another_precision(recipe):
+def test_backward_in_another_precision(override, make):
+    recipe = make(backward_override=override)
     model = quantized(MAKERS["Linear"], recipe)
     assert_trains_alike(model, recipe, inside, rows=(16, 32), cols=128)
 
 
-@every_recipe
-@every_layer
+@pytest.mark.parametrize(
+    ("name", "kind"), quickly(list(product(MAKERS, RECIPES)), ("Linear", "delayed"))
+)
 def test_outside_of_fp8_they_are_dequantised(name, kind):
     model = quantized(MAKERS[name], RECIPES[kind]())
 
@@ -213,6 +221,7 @@ def test_operations_of_torch_read_them():
     assert torch.equal(grad, layer.weight.grad)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["current", "block"])
 def test_activations_are_recomputed(kind):
     recipe = RECIPES[kind]()
@@ -220,6 +229,7 @@ def test_activations_are_recomputed(kind):
     assert_trains_alike(model, recipe, inside, rows=(16, 32), cols=128)
 
 
+@pytest.mark.slow
 def test_rows_that_gemms_lack_and_no_rows():
     recipe = Float8BlockScaling()
     model = quantized(MAKERS["LayerNormMLP"], recipe)
@@ -230,7 +240,8 @@ def test_rows_that_gemms_lack_and_no_rows():
         te_fast.auto_pad(False)
 
 
-@every_recipe
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", RECIPES)
 def test_a_transformer_layer(kind):
     """Attention is other kernels in a graph than eagerly: values are those of weights in high precision in a graph."""
     recipe = RECIPES[kind]()

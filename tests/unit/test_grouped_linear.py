@@ -21,6 +21,7 @@ from grouped_layers import (
 )
 from linear_layers import DTYPES, casts, close
 from recipes import RECIPES
+from selection import quickly
 
 ALL = {"high": lambda: None, **RECIPES}
 
@@ -524,7 +525,10 @@ def test_tensor_parallelism_divides_features_alone():
 
 
 @needs_compile
-@pytest.mark.parametrize(("name", "single"), [("high", False), ("current", False), ("block", True)])
+@pytest.mark.parametrize(
+    ("name", "single"),
+    quickly([("high", False), ("current", False), ("block", True)], ("block", True)),
+)
 def test_compiled_whole_with_the_bits_of_eager(name, single):
     options = {"single_grouped_weight": single, "single_grouped_bias": single}
     layer, x_grad = make(**options), inputs(make())

@@ -2,6 +2,8 @@
 
 import pytest
 
+from selection import quickly
+
 CASES = {
     "touches no GPU and starts nothing": """
 import sys, threading, time, torch
@@ -174,7 +176,10 @@ assert te_fast.__version__ == importlib.metadata.version("te_fast")
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+# Those that compile are slow.
+@pytest.mark.parametrize(
+    "name", quickly(CASES, *(name for name, code in CASES.items() if "torch.compile(" not in code))
+)
 def test_import(name, fresh):
     output = fresh(CASES[name])
     if name == "touches no GPU and starts nothing":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unittest
 from collections import OrderedDict
 
 import pytest
@@ -158,12 +159,12 @@ def test_bad_calls():
         layer.bfloat16()(torch.zeros(1, 2, HIDDEN).bfloat16(), inference_params=params)
 
 
-def test_pages_can_be_logged(caplog):
+def test_pages_can_be_logged():
     manager = PagedKVCacheManager(4, 16, 2, 8, torch.float32, max_batch_size=2, max_seqlen=32)
     manager.pre_step({"a": 20, "b": 3})
-    with caplog.at_level("DEBUG", "PagedKVCacheManager"):
+    with unittest.TestCase().assertLogs("PagedKVCacheManager", "DEBUG") as logged:
         manager.print_cache()
-    assert caplog.messages == [
+    assert [record.getMessage() for record in logged.records] == [
         "pages: 4 (used 3, free 1)",
         "sequence a: 20 tokens, pages [0, 1]",
         "sequence b: 3 tokens, pages [2]",

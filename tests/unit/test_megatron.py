@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 TESTS = Path(__file__).parents[1]
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(
         importlib.util.find_spec("megatron") is None, reason="needs megatron-core: make test has it"
     ),

@@ -10,6 +10,7 @@ from graphs import needs_compile
 from grouped_layers import with_biases
 from linear_layers import close
 from recipes import RECIPES
+from selection import quickly
 
 HIDDEN, FFN, EXPERTS, TOPK = 32, 48, 6, 2
 ALL = {"high": lambda: None, **RECIPES}
@@ -203,7 +204,7 @@ def test_bad_options(options, error):
 
 
 @needs_compile
-@pytest.mark.parametrize("single", [False, True], ids=["parts", "single"])
+@pytest.mark.parametrize("single", quickly([False, True], True))
 @pytest.mark.parametrize("name", ["block"])
 def test_compiled_with_the_bits_of_eager(name, single):
     block = make(single_grouped_weight=single, bias=True)

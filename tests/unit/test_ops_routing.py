@@ -7,6 +7,8 @@ import ops_reference as ref
 import te_fast.pytorch as te
 from graphs import needs_compile
 from ops_reference import compare, leaf, randomise
+from recipes import RECIPES
+from selection import quickly
 from te_fast.errors import ArgumentError, StateError
 from te_fast.pytorch import ops
 
@@ -90,6 +92,7 @@ def test_residual_connections_are_inside_of_one_program(recipe):
 
 
 @needs_compile
+@pytest.mark.parametrize("recipe", quickly(RECIPES, "delayed"), indirect=True)
 def test_residual_connections_in_graphs(recipe):
     module, compiled = block(), torch.compile(block(), fullgraph=True, backend="aot_eager")
     assert all(map(torch.equal, steps_of(module, recipe), steps_of(compiled, recipe)))

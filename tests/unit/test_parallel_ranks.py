@@ -8,7 +8,8 @@ from compiled_parallel_rank import scenes as compiled_scenes
 from graphs import needs_compile
 from parallel_attention_rank import scenes as attention_scenes
 from parallel_rank import scenes
-from ranks import run
+from ranks import asked, run
+from selection import quickly
 
 pytestmark = [
     pytest.mark.timeout(300),  # the first test of a group runs all of its scenes
@@ -24,8 +25,9 @@ OF_FOUR = ("layernorm_mlp", "scales_are_those_of_one_rank")
 
 
 @pytest.fixture(scope="module")
-def of_two(fresh, tmp_path_factory):
-    return run(fresh, tmp_path_factory.mktemp("two"), "parallel_rank", 2, OF_TWO)
+def of_two(request, fresh, tmp_path_factory):
+    names = asked(request, OF_TWO)
+    return run(fresh, tmp_path_factory.mktemp("two"), "parallel_rank", 2, names)
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +36,9 @@ def of_four(fresh, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def of_attention(fresh, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("attention")
-    return run(fresh, folder, "parallel_attention_rank", 2, OF_ATTENTION)
+def of_attention(request, fresh, tmp_path_factory):
+    folder, names = tmp_path_factory.mktemp("attention"), asked(request, OF_ATTENTION)
+    return run(fresh, folder, "parallel_attention_rank", 2, names)
 
 
 @pytest.mark.parametrize("scene", OF_TWO)
@@ -44,19 +46,22 @@ def test_two_ranks(of_two, scene):
     assert [rank.get(scene, "did not run") for rank in of_two] == [""] * 2
 
 
-@pytest.mark.parametrize("scene", OF_ATTENTION)
+@pytest.mark.parametrize(
+    "scene", quickly(OF_ATTENTION, "transformer_layers_in_fp8", "heads_of_attention")
+)
 def test_two_ranks_that_share_heads(of_attention, scene):
     assert [rank.get(scene, "did not run") for rank in of_attention] == [""] * 2
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", quickly([2, 4], 2))
 def test_collectives_in_chunks(fresh, tmp_path, size):
     names = tuple(chunk_scenes.functions) if size == 2 else ("products_are_cut", "collectives")
     assert run(fresh, tmp_path, "chunks_rank", size, names) == [dict.fromkeys(names, "")] * size
 
 
 @needs_compile
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.patience)])
 def test_two_ranks_that_compile(fresh, tmp_path, every):
     names = [name for name in OF_GRAPHS if name.startswith("every") == every]
     assert (
@@ -64,6 +69,7 @@ def test_two_ranks_that_compile(fresh, tmp_path, every):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scene", OF_FOUR)
 def test_four_ranks(of_four, scene):
     assert [rank.get(scene, "did not run") for rank in of_four] == [""] * 4

@@ -7,9 +7,6 @@ no exchange table at every attribute that is read.
 from __future__ import annotations
 
 import gc
-import os
-import subprocess
-import sys
 import warnings
 from contextlib import contextmanager
 from pathlib import Path
@@ -93,17 +90,16 @@ def test_calls_have_nothing_borrowed_where_python_collects_garbage():
     run()
 
 
-def test_nor_where_tensors_are_read_by_their_attributes():
-    environment = dict(os.environ, TE_FAST_NO_EXCHANGE="1")
-    done = subprocess.run(
-        [sys.executable, "-c", "import test_reentry; test_reentry.run()"],
-        cwd=Path(__file__).parent,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
+def test_nor_where_tensors_are_read_by_their_attributes(fresh):
+    fresh(
+        f"""
+import os, sys
+os.environ["TE_FAST_NO_EXCHANGE"] = "1"
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import test_reentry
+test_reentry.run()
+"""
     )
-    assert done.returncode == 0, done.stderr
 
 
 def test_a_strided_extra_input_that_an_op_writes_to_has_the_gradients_of_others():

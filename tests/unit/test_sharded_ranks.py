@@ -10,6 +10,7 @@ from sharded_rank import scenes
 
 _VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.timeout(300),  # the first test of a group runs all of its scenes
     pytest.mark.skipif(
         _VERSION < (2, 11) or not dist.is_available() or not dist.is_gloo_available(),

@@ -9,6 +9,7 @@ import torch
 
 import te_fast.pytorch as te
 from attention_reference import attend_one, attends
+from selection import quickly
 from te_fast.errors import ArgumentError, DtypeError, ShapeError, UnsupportedError
 from te_fast.runtime.compiling import CAN_COMPILE
 from transformer_reference import HIDDEN, B, D, Plain, S, compare, make, relative
@@ -192,7 +193,9 @@ def test_recomputed(recipe, use_reentrant):
 
 
 @pytest.mark.skipif(not CAN_COMPILE, reason="torch 2.8 or later")
-@pytest.mark.parametrize(("options", "fp8"), [("llama", True), ("as it is", False)])
+@pytest.mark.parametrize(
+    ("options", "fp8"), quickly([("llama", True), ("as it is", False)], ("as it is", False))
+)
 def test_compiled(options, fp8):
     from te_fast.common.recipe import DelayedScaling
 
