@@ -1,4 +1,4 @@
-"""Calls of layers whose ``forward`` is not the layer's own: a mixin's, or a function that replaces the method."""
+"""Calls of layers whose ``forward`` is not the layer's own: a mixin's, or a function in place of the method."""
 
 from unittest import mock
 
