@@ -52,8 +52,8 @@ def test_backward_against_autograd(function, dtype, edges):
     dispatch.activation_backward(dy, x, function, out)
     expected, _ = ref.differentiate(dy, x, function)
     if edges:
-        # Only finite inputs are compared: for others FP32 cannot tell inf * 0 from the limit, and FP64 cannot hold a
-        # square beyond 1e308. For a finite input both results are NaN, or neither is.
+        # Only finite inputs are compared. FP32 cannot tell inf * 0 from the limit, and FP64 cannot hold a square beyond
+        # 1e308. For a finite input both results are NaN, or neither is.
         finite = x.isfinite()
         if function.halves == 2:
             g, linear = ref.split(x, function.interleave)

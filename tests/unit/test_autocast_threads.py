@@ -236,7 +236,7 @@ def test_a_recomputation_keeps_to_its_thread(name, recipe):
 
 
 def test_a_recomputation_of_one_thread_is_not_that_of_another(monkeypatch):
-    """A layer of the second thread keeps no scales for a recomputation, and is in no phase of one."""
+    """A layer of the second thread keeps no scales for a recomputation, and is in no recomputation phase."""
     recipe = DelayedScaling(amax_history_len=2)
     layers, x = [te.Linear(16, 16, device="cpu") for _ in range(2)], torch.ones(16, 16)
     asked = []

@@ -125,7 +125,7 @@ def test_any_number_of_rows_with_auto_pad(kind, recipe):
         te_fast.auto_pad(former)
 
 
-# What is returned --------------------------------------------------------------------------------
+# Returned tensors --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "high precision"])
@@ -235,7 +235,7 @@ def test_no_rows_leave_a_weight_gradient_for_later(kind, fuse):
             layer.backward_dw()
 
 
-# Gradients that go their own way -----------------------------------------------------------------
+# main_grad and delayed gradients -----------------------------------------------------------------
 
 
 def weights(layer):

@@ -33,7 +33,7 @@ def region(recipe):
 
 
 def linear_of(recipe):
-    """The linear op of the references: torch's, or that of quantised operands."""
+    """The linear op of the references: torch's function, or a product of quantised operands."""
     return functional.linear if recipe is None else QuantizedLinear(name_of(recipe))
 
 

@@ -44,7 +44,7 @@ class Reductions:
         self.seen.append(tensor.tolist())
 
     def of(self, layers, x, recipe=None, **options):
-        """Run layers in a region; return the maxima that it reduces, and count those of freed layers in `gone`."""
+        """Run layers in a region; return the maxima that are reduced, and count freed layers' maxima in `gone`."""
         self.seen.clear()
         recipe = recipe or DelayedScaling(amax_history_len=4)
         with te.autocast(recipe=recipe, amax_reduction_group=self.group):

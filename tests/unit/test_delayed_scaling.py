@@ -345,7 +345,7 @@ class OtherRank:
 
     def all_reduce(self, tensor, op, group):
         assert op is dist.ReduceOp.MAX
-        if group is None:  # these are layers that other tests have left
+        if group is None:  # maxima of layers that other tests have left
             return
         self.groups.append(group)
         torch.maximum(tensor, torch.tensor(self.maxima.pop(0)), out=tensor)
@@ -381,7 +381,7 @@ def test_a_state_made_in_inference_mode_can_be_written_outside(mode):
     state.load(torch.full((3,), 8.0), torch.full((4, 3), 2.0))
     state.use(DelayedScaling(amax_history_len=4, fp8_format=Format.E4M3, **LOCAL), None)
     assert torch.equal(state.amax_history, torch.full((4, 3), 2.0))
-    # E5M2's largest number is 128 times that of E4M3.
+    # E5M2's largest number is 128 times E4M3's largest number.
     assert torch.equal(state.scale, torch.full((3,), 8.0 if mode == "forward" else 8.0 / 128))
 
 

@@ -1,4 +1,4 @@
-"""``te_fast.dispatch``: the dispatcher by hand."""
+"""``te_fast.dispatch``: calls of the dispatcher by hand."""
 
 import pytest
 import torch

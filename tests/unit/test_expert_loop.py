@@ -55,7 +55,7 @@ def test_what_one_launch_on_a_gpu_takes(dtype, lines, where, looped, monkeypatch
 
 @contextmanager
 def in_autocast():
-    """Do what torch.autocast("cuda", torch.bfloat16) does with a GPU; without a GPU torch's has no effect."""
+    """Do what torch.autocast("cuda", torch.bfloat16) does with a GPU; without a GPU the torch context has no effect."""
     torch.set_autocast_dtype("cuda", torch.bfloat16)
     torch.set_autocast_enabled("cuda", True)
     try:
@@ -85,7 +85,7 @@ def test_steps_have_the_bits_of_one_launch(name, dtype, single, one_by_one):
         found.append((y, x.grad, grads(layer)))
         biases.append(grads(layer, "bias"))
         if name == "delayed":
-            # The loop does not quantise the weight of an expert without rows, so its scale differs.
+            # The loop does not quantise the weight of an expert without rows, so only other scales are equal.
             busy = torch.tensor(SPLITS) != 0
             states = [layer.fp8_meta[f"scaling_{way}"].scale for way in ("fwd", "bwd")]
             found[-1] += tuple(scale.view(len(SPLITS), -1)[busy] for scale in states)
@@ -303,5 +303,5 @@ def test_tracing_is_refused_by_name(one_by_one):
     x, _ = inputs(layer)
     torch.compiler.reset()
     message = refusal_of(layer, x, torch.tensor(SPLITS))
-    # torch 2.8 may hide the message; it names the error then.
+    # torch 2.8 may hide the message, but names the class of the error then.
     assert "one by one" in message or "UnsupportedError" in message

@@ -146,7 +146,7 @@ def test_reads_transformer_engine_pickles(te_recipe, protocol, member):
     recipe = te_recipe.DelayedScaling(margin=2, fp8_format=TeFormat[member], reduce_amax=False)
     recipe._cached_repr = "recipe_type=DelayedScaling"
     data = pickle.dumps(te_state(state, recipe), protocol=protocol)
-    if protocol == 2:  # writes bytes as a call of _codecs.encode; Transformer Engine uses 4 and 5
+    if protocol == 2:  # bytes become a call of _codecs.encode; Transformer Engine writes 4 and 5
         with pytest.raises(StateError, match=r"_codecs\.encode"):
             unpack(as_tensor(data), layer="fc1")
     else:

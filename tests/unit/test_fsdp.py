@@ -143,7 +143,7 @@ def test_converted_models(group, recipe):
 @pytest.mark.parametrize("preserves", [True, False])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_fp8_weights_that_are_sharded_before_they_are_made(group, recipe, preserves):
-    """A model is made on the meta device, sharded, initialised and trained; another model is not sharded."""
+    """A model that is made on the meta device, sharded and initialised trains as a model that is not sharded."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
 

@@ -462,7 +462,7 @@ def test_weights_are_quantised_where_the_call_says_so(graphs, recipe):
 
 
 def test_the_flag_of_cached_weights_is_the_captures_own(graphs):
-    """Other code may set or reset its own flag, and other captures do not read the capture's flag."""
+    """Other code may set or reset another flag, and other captures do not read this capture's flag."""
     recipe, manager = Float8CurrentScaling(), te.FP8GlobalStateManager
     layer, other = te.Linear(COLS, COLS, **CPU), te.Linear(COLS, COLS, **CPU)
     graphed = captured(graphs, recipe, layer, cache_quantized_params=True)
@@ -497,7 +497,7 @@ def test_without_a_cache_any_microbatch_may_be_named(graphs, recipe):
         both((eager, graphed), recipe, sample(), None, is_first_microbatch=first)
 
 
-# What is refused ------------------------------------------------------------------------------------
+# Refused calls --------------------------------------------------------------------------------------
 
 
 def captured(graphs, recipe=None, model=None, **options):
@@ -615,7 +615,7 @@ def test_calls_that_overwrite_what_a_backward_reads_are_errors(graphs, recipe):
     y.sum().backward()
     with pytest.raises(StateError, match="in the order of their capture"):
         z.sum().backward()
-    # Calls that each end with their backward are right.
+    # A call is right if its backward comes before the next call.
     call(a).sum().backward()
     call(b).sum().backward()
 

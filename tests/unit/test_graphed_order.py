@@ -103,7 +103,7 @@ def test_a_replay_overwrites_what_was_free_or_not_there_when_it_was_captured():
 
     outer, inner = left(0, 3), left(1, 2)
     memory.replayed(1, "b")
-    assert inner.by == "b"  # the same forward once more
+    assert inner.by == "b"  # the same forward was replayed once more
     assert outer.by is None
     memory.replayed(2, "b")
     assert outer.by is None

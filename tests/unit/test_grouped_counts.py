@@ -11,7 +11,7 @@ from te_fast.runtime.splits import check_in_debug
 
 ALL = {"high": lambda: None, **RECIPES}
 ROWS = 200
-#: Counts, and the counts that 200 rows leave.
+#: Counts, and the counts that fit into 200 rows.
 TOO_MANY = [
     ([300, 50], [200, 0]),
     ([10, 1 << 40, 7], [10, 190, 0]),
