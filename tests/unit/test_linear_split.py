@@ -11,7 +11,7 @@ from linear_layers import close, expected, inputs, make
 from te_fast import dispatch
 from te_fast.common.recipe import Float8CurrentScaling
 
-# The gradient of the whole weight has the weight's type. Its parts are added to main_grad.
+# The gradient of the whole weight has the weight's type. Parts of that gradient are added to main_grad.
 PARTS = torch.bfloat16
 
 

@@ -120,7 +120,7 @@ def test_a_checkpoint_goes_on_where_it_was(seen, name):
 
 @pytest.mark.parametrize("name", DISTRIBUTED)
 def test_fp8_weights_of_the_distributed_optimizer_are_those_of_bf16(seen, name):
-    """The losses agree bit for bit: both cast the same masters, rounded to BF16, with the whole weight's maxima."""
+    """The losses agree bit for bit: both runs cast the same masters, rounded to BF16, with whole-weight maxima."""
     for rank in seen:
         assert rank[f"{name}, FP8"]["losses"] == rank[f"{name}, BF16"]["losses"]
         assert "Parameter" in rank[f"{name}, FP8"]["types"]

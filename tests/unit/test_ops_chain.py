@@ -134,7 +134,7 @@ def test_residual_block(in_place, between):
     if not in_place:
         compare(randomise(module), formula, inputs, count=3)
         return
-    # In place, the chain overwrites the caller's tensors and gradients, so it gets copies.
+    # In place, the chain overwrites the caller's tensors and gradients, so the chain gets copies.
     copies = [tensor.detach().clone() for tensor in inputs[1:]]
     outputs = randomise(module)(inputs[0], *(copy.clone() for copy in copies))
     wide = [t.detach().double() for t in (inputs[0], *copies, *module.parameters())]

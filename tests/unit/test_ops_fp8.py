@@ -288,7 +288,7 @@ def test_kept_weights_can_be_dropped(recipe, depth):
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_bias_behind_an_identity_gets_its_gradient(recipe, frozen):
-    """The gradient's cast does not sum the bias gradient there, which once was uninitialised memory."""
+    """The gradient's cast does not sum a bias gradient behind an identity, which once was uninitialised memory."""
     linear, bias = ops.BasicLinear(64, 48, device="cpu"), ops.Bias(48, device="cpu")
     linear.weight.requires_grad_(not frozen)
     x, grad = leaf(16, 64), leaf(16, 48, seed=7).detach()

@@ -1,4 +1,4 @@
-"""Permutation straight into FP8: the bits of permuting first and quantising then."""
+"""Permutation straight into FP8: the bits of permuting first and quantising afterwards."""
 
 from __future__ import annotations
 

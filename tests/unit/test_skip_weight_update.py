@@ -48,7 +48,7 @@ def test_the_flag_decides_whether_the_weight_is_quantised(recipe, first, grad):
         manager.set_skip_fp8_weight_update_tensor(False)
         fresh = graph_call(layer, x, recipe, is_first_microbatch=first)
     assert torch.equal(skipped, former)
-    # A power of two times a weight has the same FP8 digits; at scale 1, delayed scaling may lose small values.
+    # A power of two times a weight has the same FP8 digits. At scale 1, delayed scaling may lose small values.
     if recipe.delayed():
         wanted = (
             quantized_values(x, "e4m3", "t", scale=ONE)

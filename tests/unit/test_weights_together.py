@@ -1,4 +1,4 @@
-"""All weights that an optimizer has changed are quantised by one launch, with the numbers of each by itself."""
+"""All weights that an optimizer has changed are quantised by one launch, with the same numbers as one by one."""
 
 import copy
 import gc
@@ -42,7 +42,7 @@ def forward(layers, x, recipe, **options):
 
 
 def trained(layers, recipe, steps=2, optimizer=torch.optim.SGD, **options):
-    """Run training steps and return the optimizer; the last action is an optimizer step."""
+    """Run training steps and return the optimizer; the next forward then follows an optimizer step."""
     optimizer = optimizer(layers.parameters(), lr=1e-3)
     for _ in range(steps):
         x = torch.randn(32, HIDDEN, dtype=torch.bfloat16)
