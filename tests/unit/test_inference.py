@@ -37,7 +37,7 @@ def caches(fmt, *, paged=False, batch=3):
 
 
 def whole(layers, tokens, angles):
-    """The layers on a whole sequence ``(tokens, hidden)``."""
+    """Run the layers on a whole sequence ``(tokens, hidden)``, and return the result."""
     x = tokens[None]
     for layer in layers:
         other = make("bshd", layer.layer_number)
@@ -46,7 +46,7 @@ def whole(layers, tokens, angles):
 
 
 def laid_out(parts, fmt):
-    """New tokens of sequences in a format, padded where it pads, with values that nobody may read."""
+    """Lay out the new tokens of all sequences in a format; padding has values that no layer may read."""
     if fmt == "thd":
         return torch.cat(parts)
     size = max(len(part) for part in parts)

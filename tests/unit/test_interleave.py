@@ -1,4 +1,4 @@
-"""The order of weights of gated activations: against indices, and by what the activations make of it."""
+"""The order of weights of gated activations: against explicit indices, and through the activations."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from te_fast.errors import TeFastError
 
 
 def indices(rows, size):
-    """Where each row of the interleaved tensor comes from, written out."""
+    """Return the source row of each row of the interleaved tensor."""
     half = rows // 2
     return [
         start + part * half + row

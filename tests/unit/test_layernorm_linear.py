@@ -13,7 +13,7 @@ from te_fast.common.recipe import Float8CurrentScaling
 
 
 def split(parts=("q", "k", "v"), **options):
-    """A layer in parts, and one that is whole, of the same values."""
+    """Return a layer whose parameters are split, and a layer of the same values whose parameters are whole."""
     layer, plain = make("linear", parameters_split=parts, **options), make("linear", **options)
     with torch.no_grad():
         for kind, names in (("weight", layer.weight_names), ("bias", layer.bias_names)):
@@ -215,7 +215,7 @@ def test_what_it_prints():
 
 
 def test_reference_itself():
-    """The references agree with torch.nn, lest layer and reference share a mistake."""
+    """The references agree with torch.nn, so that layer and reference cannot share a mistake."""
     layer = make("linear")
     x, grad = data(layer)
     norm = torch.nn.functional.layer_norm(

@@ -171,7 +171,7 @@ def test_recomputation_uses_the_scales_of_its_forward():
         with te.autocast(recipe=recipe):
             y = each(small)
         with te.autocast(recipe=recipe):
-            each(large)  # exit changes the scales before the backward
+            each(large)  # leaving the region changes the scales before the backward
         small.grad = None
         y.backward(grad)
         found.append(gradients(each, small))
@@ -199,7 +199,7 @@ def test_checkpoint_under_torch_autocast(fp8):
     "recipe", [Float8CurrentScaling(), Float8BlockScaling()], ids=["current", "block"]
 )
 def test_checkpoint_inside_of_torchs(recipe, reentrant):
-    """torch runs the forward again outside of the region, and backward runs that one again."""
+    """torch recomputes the forward outside of the region; the layer's own checkpoint then recomputes it again."""
     layer, plain = mlp(checkpoint=True, activation="silu"), mlp(activation="silu")
     x, grad = data(layer)
     y = step(plain, x, grad, recipe)
@@ -230,7 +230,7 @@ def test_recomputation_repeats_the_region_of_its_forward():
             quantised = each(leaves[0])
         precise = each(leaves[1])
         quantised.backward(grad)
-        with te.autocast(recipe=DelayedScaling()):  # backward inside of another region
+        with te.autocast(recipe=DelayedScaling()):  # the backward runs inside of another region
             precise.backward(grad)
         found.append({str(index): leaf.grad for index, leaf in enumerate(leaves)})
     assert_close(found[0], found[1], 0)
@@ -455,4 +455,4 @@ def test_all_scales_of_a_direction_are_updated_by_one_launch():
 
     whole_step()
     updates = [name for name in launches_of(whole_step) if name.startswith("scale_update")]
-    assert len(updates) == 2  # forward, backward
+    assert len(updates) == 2  # one for the forward, one for the backward

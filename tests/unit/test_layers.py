@@ -82,7 +82,7 @@ def test_a_recipe_that_is_none(wrong):
 
 # Weights -----------------------------------------------------------------------------------------
 
-# In a process of its own: what another test's optimizer did counts here.
+# The script runs in a process of its own, because optimizers of other tests would affect its result.
 OWN_LOOP = """
 import copy, sys
 import torch
@@ -159,7 +159,8 @@ def test_parts_without_a_bias_to_return(layer, recipe):
 def test_parts_under_an_autocast_of_another_type(layer, recipe):
     whole = make(layer, params_dtype=torch.bfloat16)
     parts = make(layer, params_dtype=torch.bfloat16, parameters_split=("a", "b"))
-    parts.b_weight = torch.nn.Parameter(whole.weight[48:].detach().clone())  # adjoins no more
+    # The new b_weight is no longer next to a_weight in memory.
+    parts.b_weight = torch.nn.Parameter(whole.weight[48:].detach().clone())
     with torch.no_grad():
         parts.a_weight.copy_(whole.weight[:48])
     ys = []
@@ -185,7 +186,7 @@ def test_options_of_the_mlp_may_be_set_later(name, value, options, recipe):
     module = make(te.LayerNormMLP, **options)
     wanted = make(te.LayerNormMLP, **options | {name: value})
     wanted.load_state_dict(module.state_dict(), strict=False)
-    with torch.no_grad():  # which leaves the scales
+    with torch.no_grad():  # no_grad keeps the scales
         former = run(module, recipe and recipe())
         setattr(module, name, value)
         got = run(module, recipe and recipe())
@@ -236,7 +237,7 @@ def test_an_input_that_cannot_be_read_is_told_apart(layer, recipe):
 @pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
 @pytest.mark.parametrize("layer", LAYERS)
 def test_threads_share_a_layer(layer, grad):
-    """Some of them met a handle that another thread had borrowed, around Python code that let them in."""
+    """Threads once failed on a handle that another thread had borrowed while it ran Python code."""
     module, recipe = make(layer), Float8CurrentScaling()
     with torch.set_grad_enabled(grad):
         expected = run(module, recipe).detach()
@@ -278,7 +279,7 @@ def test_threads_share_a_layer(layer, grad):
 def test_a_forward_on_the_meta_device_says_what_to_do(layer, recipe):
     module = make(layer, device="meta")
     x = X.to("meta")
-    if layer is te.Linear and recipe is None:  # nn.Linear's shapes without memory
+    if layer is te.Linear and recipe is None:  # te.Linear runs here, as nn.Linear does
         assert module(x).shape == (16, 96)
         return
     for one in (x, X):
@@ -323,7 +324,7 @@ def test_scales_are_loaded_before_the_parameters_have_memory(layer):
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_scales_of_another_layer_are_refused(layer):
-    """The dispatcher would read past their end."""
+    """The dispatcher would read past the end of scale tensors that are too small."""
     module = make(layer)
     recipe = DelayedScaling(amax_history_len=4)
     run(module, recipe).sum().backward()
@@ -373,7 +374,7 @@ def test_layers_of_the_users_own():
 )
 @pytest.mark.parametrize("kind", [te.Linear, te.LayerNormLinear])
 def test_split_parameters_made_in_inference_mode(kind, recipe):
-    """They run as those made outside of it, also after a change; where they would be trained, an error says so."""
+    """Such parameters run as ordinary ones do, also after a change; a call that would train them raises an error."""
     found = []
     for inference in (True, False):
         torch.default_generator.manual_seed(0)

@@ -37,7 +37,7 @@ def test_leading_dimensions_and_layouts(recipe):
         assert torch.equal(layer(x.t().contiguous().t()), y)
         shifted = torch.empty(32 * 64 + 1, dtype=x.dtype)[1:].view(32, 64).copy_(x)
         assert torch.equal(layer(shifted), y)
-        if not recipe.float8_current_scaling():  # whose scale is that of the rows it sees
+        if not recipe.float8_current_scaling():  # current scaling takes its scale from these rows
             assert torch.equal(layer(x[::2].expand(2, 16, 64))[0], y[::2])
         assert layer(x[0].expand(8, 64)).shape == (8, 48)
 
@@ -47,7 +47,7 @@ def test_expanded_gradient(recipe):
     x, _ = inputs(32, layer)
     with te.autocast(recipe=recipe):
         y = layer(x)
-    y.sum().backward()  # a gradient of stride 0
+    y.sum().backward()  # the gradient has stride 0
     first = x.grad.clone()
     x.grad = None
     layer = make()
@@ -170,7 +170,7 @@ def test_attributes_that_change_after_a_forward(fp8):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("view", ["contiguous", "transposed", "strided", "three dimensions"])
 def test_outside_of_fp8_every_way_of_a_gradient_has_torchs_bits(view, dtype, bias):
-    """Delayed or not, from a strided input or its contiguous copy: the products are torch's own."""
+    """The products are torch's own, delayed or not, from a strided input or from its contiguous copy."""
     base = {
         "contiguous": lambda: torch.randn(96, 64),
         "transposed": lambda: torch.randn(64, 96).t(),

@@ -1,4 +1,4 @@
-"""Where the gradients of a Linear go: `grad`, `main_grad`, now or later, or nowhere."""
+"""Gradients of a Linear: in `grad` or in `main_grad`, now or later, or not wanted at all."""
 
 import pytest
 import torch
@@ -104,7 +104,7 @@ def test_delayed_weight_gradient(fp8, fuse):
 )
 @pytest.mark.parametrize("override", [None, "high_precision"])
 def test_delayed_weight_gradients_are_computed_oldest_first(calls, override):
-    """Of whatever kind their forwards were: the first microbatch sets main_grad, and later ones add to it."""
+    """The first microbatch sets main_grad and later ones add to it, whatever kind of forward each microbatch had."""
     recipe = Float8CurrentScaling(backward_override=override)
     layer = make(delay_wgrad_compute=True, fuse_wgrad_accumulation=True)
     layer.weight.main_grad = torch.full((48, 64), 100.0)

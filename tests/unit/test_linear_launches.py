@@ -41,7 +41,7 @@ def test_all_scales_of_a_direction_are_updated_by_one_launch():
             ys = [layer(x) for layer in layers]
         torch.autograd.backward(ys, [grad] * 5)
     updates = [launch.name for launch in launches if launch.name.startswith("scale_update")]
-    assert len(updates) == 2  # forward, backward
+    assert len(updates) == 2  # one for the forward, one for the backward
     with torch.no_grad(), dispatch.record() as launches, te.autocast(recipe=recipe):
         layers[0](x)
     assert not any(launch.name.startswith("scale_update") for launch in launches)

@@ -53,7 +53,7 @@ def test_saved_tensors_that_a_hook_changed_are_refused(recipe, keeps_input, opti
     layer = make(256, 128, save_original_input=keeps_input, **options)
     x, grad = inputs(64, layer)
     for unpack in (
-        lambda tensor: tensor.flatten()[:16],  # backward would read past its end
+        lambda tensor: tensor.flatten()[:16],  # backward would read past the end of this tensor
         lambda tensor: tensor.float(),
         lambda tensor: tensor.half() if tensor.is_floating_point() else tensor.view(torch.int8),
     ):
@@ -101,7 +101,7 @@ def test_scales_kept_as_bytes_change_no_gradient(shape, dtype):
         x[-1, column] = value
     x[:, 10] = info.smallest_normal / 8
     gradients = []
-    for save_original_input in (False, True):  # the latter quantises again, to FP32 scales
+    for save_original_input in (False, True):  # True quantises again, with FP32 scales
         layer = make(width, 48, dtype, save_original_input=save_original_input)
         _, grad = inputs(rows, layer, dtype)
         step(layer, x, grad, Float8BlockScaling())

@@ -11,7 +11,7 @@ from linear_layers import close, expected, inputs, make
 from te_fast import dispatch
 from te_fast.common.recipe import Float8CurrentScaling
 
-# The gradient of the whole weight has its type, and is cut into the parts that are added to main_grad.
+# The gradient of the whole weight has the weight's type. Parts of that gradient are added to main_grad.
 PARTS = torch.bfloat16
 
 
@@ -65,7 +65,7 @@ def test_frozen_parts_get_no_gradient(fp8, delay, fuse, first):
     options = {"delay_wgrad_compute": delay, "fuse_wgrad_accumulation": fuse}
     layer = make(parameters_split=("a", "b"), **options)
     x, grad = inputs(32, layer)
-    layer.b_weight.requires_grad_(False)  # and has no main_grad
+    layer.b_weight.requires_grad_(False)  # b_weight has no main_grad either
     layer.a_weight.main_grad = torch.full((24, 64), 2.0)
     with te.autocast(enabled=fp8, recipe=Float8CurrentScaling()):
         y = layer(x, is_first_microbatch=first)
@@ -143,7 +143,7 @@ def test_parts_of_a_copy_are_one_memory(way):
             y = other(x, is_first_microbatch=True)
         with dispatch.record() as later:
             assert torch.equal(other(x, is_first_microbatch=False), y)
-    # Neither the weight's maximum nor its cast.
+    # The later call computes neither the weight's maximum nor its cast.
     assert len(later) == len(first) - 2
 
 
@@ -152,5 +152,5 @@ def test_parts_in_memory_of_the_callers_stay_there():
     buffer = torch.randn(4, 16, 32)
     for row, part in zip((buffer[3], buffer[0], buffer[2]), "qkv", strict=True):
         getattr(layer, f"{part}_weight").data = row
-    layer.to(torch.float32)  # moves nothing
+    layer.to(torch.float32)  # this call moves nothing
     assert layer.q_weight.data_ptr() == buffer[3].data_ptr()

@@ -1,4 +1,4 @@
-"""Linear beneath what torch puts around a module: regions, hooks, transforms, threads."""
+"""Linear within torch's mechanisms around a module: regions, hooks, transforms, threads."""
 
 import threading
 
@@ -26,8 +26,8 @@ def test_checkpoint_gives_the_same_gradients(recipe, reentrant):
     again.backward(grad)  # recomputation runs outside of the region
     assert torch.equal(y, again)
     if recipe.delayed():
-        # Recomputation quantises with the scales of now. Reentrant, that is the weight's too; hooks give back the input
-        # alone, and the weight of the forward is still there.
+        # Recomputation quantises with the current scales. A reentrant checkpoint also quantises the weight again.
+        # A checkpoint by hooks recomputes the input alone, and still has the weight of the forward.
         now, first = layer.fp8_meta["scaling_fwd"].scale, torch.tensor(1.0)
         g = quantized_values(grad, "e5m2", "t", scale=first)
         weight = quantized_values(layer.weight, "e4m3", "t", scale=now[1] if reentrant else first)

@@ -1,4 +1,4 @@
-"""When a Linear quantises its weight, and how long it keeps that."""
+"""When a Linear quantises its weight, and how long it keeps the quantised weight."""
 
 import pytest
 import torch
@@ -100,7 +100,7 @@ def test_gradient_accumulation_keeps_the_weight_from_the_second_microbatch_on():
         for _ in range(4):
             step(layer, x, grad, Float8CurrentScaling())
 
-    # The first backward frees it, since an optimizer step might have followed.
+    # The first backward frees the quantised weight, since an optimizer step might have followed.
     assert casts(accumulate) == 2
     for _ in range(2):
         with torch.no_grad():
@@ -115,7 +115,7 @@ def test_a_weight_that_is_trained_is_freed_by_its_backward(recipe):
     for _ in range(3):
         with te.autocast(recipe=recipe):
             y = layer(x)
-        # `y` holds its node, as a training loop does.
+        # `y` keeps its autograd node alive, as in a training loop.
         assert y.grad_fn.te_saved.holds_weights
         y.backward(grad)
         assert not y.grad_fn.te_saved.holds_weights

@@ -22,7 +22,7 @@ SHAPES = ((256, 384), (130, 272), (5, 16))
 
 
 class Ranks:
-    """Threads that stand for ranks, with a reduction that they meet in."""
+    """Threads that stand for ranks, and an all-reduce that waits for all of them."""
 
     def __init__(self, monkeypatch, count):
         self.count, self.barrier = count, threading.Barrier(count)
@@ -61,7 +61,7 @@ class Ranks:
 
 
 def slices(numel, count):
-    """Boundaries of uneven slices; the last rank has none where there are three."""
+    """Boundaries of uneven slices; the last of three ranks has an empty slice."""
     if count == 3:
         return [0, numel // 3 + 5, numel, numel]
     return [numel * rank // count for rank in range(count + 1)]
@@ -181,7 +181,7 @@ def test_init_values_are_freed():
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("count", [1, 7])
 def test_whole_masters_are_rounded_and_cast_together(kind, count):
-    """Of every shape that masters come in: flat, as the weight, with a gradient, of sizes that no vector divides."""
+    """Masters may be flat, have the weight's shape, need a gradient, or have sizes that no vector width divides."""
     shapes = [(16, 48), (5, 17), (130, 272), (32, 16), (3, 3), (256, 128), (7, 160)][-count:]
     masters = [torch.randn(shape) * 4.0**number for number, shape in enumerate(shapes)]
     masters[0].view(-1)[:4] = torch.tensor([0.0, -0.0, 1e-30, 3e4])
@@ -262,7 +262,7 @@ def test_bytes_that_are_written_after_a_cast_make_the_columns_stale(kind, write)
 
 
 def test_a_step_of_a_distributed_optimizer():
-    """Flat buffers for bytes, float32 masters of the init values, a cast, and a forward: as Megatron-LM does."""
+    """As in Megatron-LM: flat buffers for bytes, float32 masters of the initial values, a cast, and a forward."""
     from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 
     for recipe in (DelayedScaling(), Float8CurrentScaling(), Float8BlockScaling()):

@@ -1,4 +1,4 @@
-"""Under current scaling the kernel that computes a value finds the scale that it is quantised with."""
+"""Under current scaling, the kernel that computes a tensor also finds the scale that quantises the tensor."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def test_rows(kind, rows):
 
 
 def test_the_scale_is_that_of_the_rounded_value():
-    """Against torch alone: a norm whose result is known, whose maximum rounding moves."""
+    """The reference is torch's: a norm of known result, whose maximum changes when the result is rounded."""
     x = torch.zeros(16, 64, dtype=torch.bfloat16)
     x[:, 0], x[:, 1] = 1.0, -1.0
     layer = te.LayerNormLinear(

@@ -34,7 +34,7 @@ SCENES = {
     "split experts, delayed": {**EXPERTS, **SPLIT, "ep": 2, "fp8": "delayed", "resume": True},
     "exchanged experts": {**EXPERTS, **SPLIT, "ep": 2, "dispatcher": "alltoall", "resume": True},
 }
-#: Ranks with tokens and slices of master weights of their own.
+#: Scenes in which each rank has tokens and slices of master weights of its own.
 DISTRIBUTED = {
     "delayed": {"fp8": "delayed"},
     "current": {"fp8": "tensorwise", "overlap": True},
@@ -42,7 +42,7 @@ DISTRIBUTED = {
     "split": {"fp8": "tensorwise", **SPLIT},
     "experts": {"fp8": "blockwise", **EXPERTS, "ep": 2, "dispatcher": "alltoall"},
 }
-#: With weights in BF16, and in FP8 alone.
+#: The same scenes with weights in BF16, and with weights in FP8 alone.
 IN_BF16 = {f"{name}, BF16": {"distributed": True, **scene} for name, scene in DISTRIBUTED.items()}
 IN_BF16["split, BF16"]["resume"] = True
 IN_FP8 = {
@@ -52,7 +52,7 @@ IN_FP8 = {
 for each in ("delayed", "split", "experts"):
     IN_FP8[f"{each}, FP8"]["resume"] = True
 SCENES |= IN_BF16 | IN_FP8
-#: What goes on from the checkpoint of another scene.
+#: Scenes that start from the checkpoint of another scene.
 LOADED = {
     "dense as local": {"local": True, "load": "dense"},
     "dense as split": {**SPLIT, "load": "dense"},
@@ -67,7 +67,7 @@ LOADED = {
 
 @pytest.fixture(scope="module")
 def seen(fresh, tmp_path_factory):
-    """What each of two ranks saw, by scene: one pair of processes plays them all."""
+    """Return the results of each of two ranks by scene; one pair of processes plays all scenes."""
     folder = tmp_path_factory.mktemp("megatron")
     program = (
         "import runpy, sys; sys.argv[1:] = {}; sys.path.insert(0, {!r}); "
@@ -82,10 +82,10 @@ def seen(fresh, tmp_path_factory):
 @pytest.mark.parametrize("name", SCENES)
 def test_it_trains(seen, name):
     losses = seen[0][name]["losses"]
-    # Ranks have the same tokens, or share each layer.
+    # The losses agree where ranks have the same tokens or share each layer.
     if not SCENES[name].get("distributed") or SCENES[name].get("tp") == 2:
         assert seen[1][name]["losses"] == losses
-    # Two batches in turn.
+    # Two batches alternate, so that losses two steps apart are comparable.
     assert losses[2] < losses[0] - 0.2
     assert losses[3] < losses[1] - 0.2
 
@@ -113,14 +113,14 @@ def test_recomputed_activations_are_the_same(seen):
 
 @pytest.mark.parametrize("name", [name for name, scene in SCENES.items() if scene.get("resume")])
 def test_a_checkpoint_goes_on_where_it_was(seen, name):
-    """Of torch_dist's format, loaded into a model of other weights: bit for bit, scales of delayed scaling included."""
+    """A model of other weights loads torch_dist's format and continues bit for bit, delayed scales included."""
     for rank in seen:
         assert rank[name]["resumed"] == rank[name]["goes_on"]
 
 
 @pytest.mark.parametrize("name", DISTRIBUTED)
 def test_fp8_weights_of_the_distributed_optimizer_are_those_of_bf16(seen, name):
-    """Bit for bit: both cast the same masters, rounded to BF16, with the maxima of the whole weight."""
+    """The losses agree bit for bit: both runs cast the same masters, rounded to BF16, with whole-weight maxima."""
     for rank in seen:
         assert rank[f"{name}, FP8"]["losses"] == rank[f"{name}, BF16"]["losses"]
         assert "Parameter" in rank[f"{name}, FP8"]["types"]
@@ -130,17 +130,17 @@ def test_fp8_weights_of_the_distributed_optimizer_are_those_of_bf16(seen, name):
 
 @pytest.mark.parametrize("name", LOADED)
 def test_a_checkpoint_is_taken_by_others(seen, name):
-    """By Megatron-LM's own layers, which know torch alone, and by more or fewer ranks."""
+    """Megatron-LM's own layers, which need torch alone, load the checkpoint, and so do more or fewer ranks."""
     found, wanted = (seen[0][each] for each in (name, LOADED[name]["load"]))
     assert found["losses"] == seen[1][name]["losses"]
     assert abs(found["losses"][0] - wanted["goes_on"][0]) < 3e-3
-    if LOADED[name].get("distributed"):  # the masters come along
+    if LOADED[name].get("distributed"):  # the checkpoint has the masters
         assert found["losses"] == wanted["goes_on"]
 
 
 @pytest.mark.parametrize("name", ["dense", "delayed"])
 def test_every_module_of_transformer_engine_has_its_state(seen, name):
-    """A checkpoint without these keys cannot be loaded where Transformer Engine itself asks for them."""
+    """A checkpoint without these ``_extra_state`` keys cannot be loaded by Transformer Engine itself."""
     layer = "decoder.layers.{}.{}._extra_state"
     parts = ["linear_qkv", "linear_proj", "core_attention"]
     inside = [f"self_attention.{part}" for part in parts] + ["mlp.linear_fc1", "mlp.linear_fc2"]

@@ -36,7 +36,7 @@ def act(name, y):
 
 
 def reference(block, x):
-    """The result, and the leaves of its gradients."""
+    """Return the result, and the leaves that collect its gradients."""
     leaves = {
         name: p.detach().double().requires_grad_() for name, p in block.named_parameters()
     } | {"x": x.detach().double().requires_grad_()}
@@ -112,7 +112,7 @@ def test_fp8_is_near(name, dtype):
 
 @pytest.mark.parametrize("name", ALL)
 def test_a_token_alone_has_the_bits_that_it_has_among_others(name):
-    if name in ("current", "delayed"):  # whose scales are those of all of an expert's rows
+    if name in ("current", "delayed"):  # these scales depend on all rows of an expert
         return
     block = make(dtype=torch.bfloat16)
     x, _ = tensors(dtype=torch.bfloat16)

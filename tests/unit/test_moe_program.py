@@ -60,7 +60,7 @@ def test_rows_without_a_probability_still_have_its_gradient(name):
 @pytest.mark.parametrize("name", ALL)
 def test_bits_with_options(name, options):
     if name == "delayed" and "activation_recompute_in_mlp" in options:
-        return  # refused
+        return  # delayed scaling refuses this option
     given = tensors(37, "cpu", torch.float32 if name == "high" else torch.bfloat16)
     (mine, _), (theirs, _) = both(given, ALL[name](), **options)
     assert same_bits(mine, theirs)
@@ -150,7 +150,7 @@ def test_explains_itself():
 
 
 def nodes_behind(tensor):
-    """All autograd nodes that a backward from here runs."""
+    """All autograd nodes that a backward from this tensor runs."""
     found, left = [], [tensor.grad_fn]
     while left:
         node = left.pop()
@@ -243,7 +243,7 @@ def test_under_torch_autocast(name, monkeypatch):
         assert y.dtype == torch.bfloat16
         y.backward(grad.bfloat16())
         results.append([y.detach(), x.grad, *[p.grad for p in block.parameters()]])
-    # One by one, the gradients of a token's rows are cast before they are summed.
+    # Parts that are called one by one cast the gradients of a token's rows before they sum them.
     (_, mine, *_), (_, theirs, *_) = results
     torch.testing.assert_close(mine, theirs, rtol=2**-7, atol=2**-8 * theirs.abs().max().item())
     assert same_bits(*[[y, *grads] for y, _, *grads in results])

@@ -79,7 +79,7 @@ def test_bad_arguments():
         te.LayerNorm(16, hidden_size=16, device="cpu")
     with pytest.raises(ArgumentError, match="params_dtype is the old name"):
         te.RMSNorm(16, params_dtype=torch.float32, dtype=torch.float32, device="cpu")
-    with pytest.raises(RuntimeError):  # Transformer Engine's class
+    with pytest.raises(RuntimeError):  # Transformer Engine raises this class too
         te.RMSNorm(device="cpu")
     with pytest.raises(UnsupportedError, match="sm_margin"):
         te.RMSNorm(16, sm_margin=4, device="cpu")

@@ -17,7 +17,7 @@ FUNCTIONS = [
     NormFunction("LayerNorm", 1e-3, zero_centered_gamma=True),
     NormFunction("RMSNorm", 1e-5, zero_centered_gamma=True),
 ]
-LONG = 20_000  # beyond what a block holds: two launches
+LONG = 20_000  # a block cannot hold such a row, which takes two launches
 
 
 def make(rows, cols, dtype, weight=None, seed=0):
@@ -83,7 +83,7 @@ def test_forward_and_backward_fit_together():
 
 @pytest.mark.parametrize("cols", [64, 512, LONG])
 def test_a_mean_far_from_zero_costs_no_digits(cols):
-    """Of the statistics as they were saved: their own rounding, of a mean of 1e4, is the forward's."""
+    """The reference uses the saved statistics, since the rounding of a mean of 1e4 belongs to the forward."""
     function = FUNCTIONS[0]
     dy, x, gamma, add = make(24, cols, torch.float32)
     x = (x - x.mean()) / x.std() + 1e4

@@ -126,7 +126,7 @@ def test_peculiar_rows(function):
     assert (y[3] == 0).all()
     assert y[1].isnan().all()
     assert out.rowwise_data.view(torch.uint8)[1].eq(0x7F).all()
-    # Infinity less the infinite mean, or times a zero rstd.
+    # Infinity minus the infinite mean is NaN, and so is infinity times a zero rstd.
     assert y[2, 5].isnan()
     expected, _, _ = ref.normalise(x[[4, 5]], gamma, function)
     assert ref.near(y[[4, 5]], expected, ref.tolerance(x[[4, 5]], gamma, function))
@@ -139,7 +139,7 @@ def test_peculiar_rows(function):
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize("cols", [24, 131, 512])
 def test_a_16_bit_row_with_an_infinity_is_nan(function, dtype, bad, cols):
-    """As on the GPU, whose sum of squares of such a row is infinity less infinity times a mean of zero."""
+    """The GPU gives NaN too: its sum of squares of such a row is infinity minus infinity times a mean of zero."""
     x, gamma, _ = make(5, cols, dtype)
     x[2, cols // 2] = bad
     out = dispatch.norm_outputs(x, function, stats=True)

@@ -16,7 +16,7 @@ from te_fast.pytorch import ops
 
 CPU = {"device": "cpu"}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# Relative to the largest magnitude: a rounding to the type, and FP32 sums in another order.
+# Bounds relative to the largest magnitude: a rounding to the type, and FP32 sums in another order.
 ROUNDING = {torch.float32: 4e-6, torch.bfloat16: 2**-7, torch.float16: 2**-9}
 
 UNARY = {
@@ -64,13 +64,13 @@ def way(request):
 def close(got, expected, dtype, slack=1.0):
     assert got.dtype == dtype
     assert got.shape == expected.shape
-    # Differences of terms that cancel, as in a LayerNorm of one column, are of the terms' size.
+    # Where terms cancel, as in a LayerNorm of one column, the error is relative to the terms.
     bound = ROUNDING[dtype] * slack * max(float(expected.detach().abs().max()), 1.0)
     assert (got.double() - expected.double()).abs().max() <= bound
 
 
 def compare(op, formula, inputs, dtype, slack=1.0):
-    """Forward and backward of ``op(*inputs)`` and of the formula of the inputs and parameters."""
+    """Compare forward and backward of ``op(*inputs)`` with the formula of the inputs and parameters."""
     y = op(*inputs)
     wide = [tensor.detach().double().requires_grad_() for tensor in (*inputs, *op.parameters())]
     expected = formula(*wide)
@@ -281,7 +281,7 @@ def test_dropout_that_drops_nothing_runs_natively():
 
 @pytest.mark.parametrize("recipe", [None, Float8CurrentScaling, DelayedScaling])
 def test_dropout_between_linear_ops_is_torchs_own(recipe, monkeypatch):
-    """The same random numbers and gradients as of layers one by one; known calls do not go through the plan."""
+    """Random numbers and gradients are those of layers one by one; known calls do not go through the plan."""
     torch.manual_seed(6)
     first, dropout, last = ops.Linear(16, 32, **CPU), ops.Dropout(0.25), ops.Linear(32, 16, **CPU)
     module = ops.Sequential(first, dropout, last)
@@ -575,7 +575,7 @@ def test_linear_and_norms_compute_in_the_type_of_their_weights(name, input_type,
         assert got.grad.dtype == got.dtype
         assert (got.grad.double() - want.grad).abs().max() <= 4 * coarse * want.grad.abs().max()
     assert op(x[:0]).dtype == weight_type
-    # What one type compiled serves no other one.
+    # A program that was compiled for one type serves no other type.
     assert op(x.detach().to(weight_type)).dtype == weight_type
     assert op(x).dtype == weight_type
 

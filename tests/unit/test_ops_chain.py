@@ -73,7 +73,7 @@ def mlp_formula(x, gamma, beta, w1, b1, w2, b2):
 
 @pytest.fixture(params=["native", "python", "plain module"])
 def between(request):
-    """Nothing, an op of the user's own, or a plain module in the middle of a chain; all do nothing."""
+    """No module, an op of the user's own, or a plain module for the middle of a chain; none changes values."""
 
     class Nothing(ops.Identity):
         def op_forward(self, ctx, input_, **_):
@@ -112,7 +112,7 @@ def test_linear_and_activation(activation, between):
 
 @pytest.mark.parametrize("in_place", [False, True])
 def test_residual_block(in_place, between):
-    """Everything of the fusion list: linear + bias + add, linear + scale + add, extra output + norm."""
+    """The block has all of the fusion list: linear + bias + add, linear + scale + add, extra output + norm."""
     options = {"device": "cpu"}
     module = ops.Sequential(
         ops.MakeExtraOutput(in_place=in_place),
@@ -134,7 +134,7 @@ def test_residual_block(in_place, between):
     if not in_place:
         compare(randomise(module), formula, inputs, count=3)
         return
-    # In place the caller's tensors and gradients are taken; give it copies of its own.
+    # In place, the chain overwrites the caller's tensors and gradients, so the chain gets copies.
     copies = [tensor.detach().clone() for tensor in inputs[1:]]
     outputs = randomise(module)(inputs[0], *(copy.clone() for copy in copies))
     wide = [t.detach().double() for t in (inputs[0], *copies, *module.parameters())]
@@ -294,7 +294,7 @@ def test_nothing_outlives_backward(between):
     assert alive() is None
 
 
-@pytest.mark.filterwarnings("ignore")  # dynamo warns of what it does itself
+@pytest.mark.filterwarnings("ignore")  # dynamo's own code causes warnings
 def test_torch_compile_is_right_where_it_may_break_the_graph(between):
     module = mlp(torch.float32, *between)
     x = leaf(8, 16)
@@ -507,7 +507,7 @@ def test_half_of_a_module_that_has_run():
 
 
 def test_a_fused_backward_finds_the_type_of_the_linear_op():
-    """As Transformer Engine's documentation writes such an operation."""
+    """The fused operation is written as in Transformer Engine's documentation."""
 
     class LinearScale(ops.FusedOperation):
         def fuser_backward(self, basic_op_ctxs, grad_output, **_):

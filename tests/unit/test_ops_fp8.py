@@ -115,7 +115,7 @@ def test_linear_chain(recipe, between):
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("activation", ["GELU", "SiLU", "ReLU", "SReLU", "SwiGLU", "GEGLU"])
 def test_mlp(name, activation, dtype, between):
-    """Against operands that plain torch quantises, as :class:`te_fast.pytorch.LayerNormMLP` is tested."""
+    """Plain torch quantises the reference's operands, as in tests of :class:`te_fast.pytorch.LayerNormMLP`."""
     options = {"device": "cpu", "dtype": dtype}
     gated = activation.endswith("GLU")
     chain = randomise(
@@ -131,7 +131,7 @@ def test_mlp(name, activation, dtype, between):
         64, 128 if gated else 256, activation=activation.lower(), device="cpu", params_dtype=dtype
     )
     for own, parameter in zip(layer.parameters(), chain.parameters(), strict=True):
-        parameter.data.copy_(parameter.bfloat16())  # as FP8 products take a bias
+        parameter.data.copy_(parameter.bfloat16())  # FP8 products take a bias in BF16
         own.data.copy_(parameter)
     x = leaf(32, 64, dtype=dtype)
     grad = leaf(32, 64, dtype=dtype, seed=7).detach()
@@ -148,7 +148,7 @@ def test_mlp(name, activation, dtype, between):
 
 @pytest.mark.parametrize("activation", ["GELU", "QGELU", "SiLU", "ReLU", "SwiGLU", "ReGLU"])
 def test_a_chain_is_what_its_ops_are_alone(recipe, activation, between):
-    """Up to the FP8 values that fall to the other side where an edge is not rounded to BF16 first."""
+    """Results differ where a value that is not rounded to BF16 first rounds to the neighbouring FP8 value."""
     gated = activation.endswith("GLU")
     options = {"device": "cpu", "dtype": torch.bfloat16}
     chain = randomise(
@@ -226,7 +226,7 @@ def test_frozen_weights(recipe, between):
 
 @pytest.mark.parametrize("recipe", ["current", "block"], indirect=True)
 def test_retained_graphs(recipe, between):
-    # Under delayed scaling the first backward moves the scales that a second one takes.
+    # Delayed scaling is left out: its first backward changes the scales that a second backward uses.
     chain, _ = linears(*between)
     x = leaf(16, 64, dtype=torch.bfloat16)
     with te.autocast(recipe=recipe):
@@ -273,7 +273,7 @@ def test_weights_are_cached_over_microbatches(recipe):
 
 @pytest.mark.parametrize("depth", ["op", "chain", "model"])
 def test_kept_weights_can_be_dropped(recipe, depth):
-    """What is written through `weight.data` leaves no trace."""
+    """A layer does not notice writes through `weight.data`, so the caller drops the kept weights."""
     chain, _ = linears()
     x = torch.randn(16, 64, dtype=torch.bfloat16)
     with te.autocast(recipe=recipe), torch.no_grad():
@@ -288,7 +288,7 @@ def test_kept_weights_can_be_dropped(recipe, depth):
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_bias_behind_an_identity_gets_its_gradient(recipe, frozen):
-    """The gradient's cast does not sum it there; it was memory that nobody had written."""
+    """The gradient's cast does not sum a bias gradient behind an identity, which once was uninitialised memory."""
     linear, bias = ops.BasicLinear(64, 48, device="cpu"), ops.Bias(48, device="cpu")
     linear.weight.requires_grad_(not frozen)
     x, grad = leaf(16, 64), leaf(16, 48, seed=7).detach()
@@ -297,7 +297,7 @@ def test_bias_behind_an_identity_gets_its_gradient(recipe, frozen):
 
 
 def test_first_microbatches_are_told_by_truth(between):
-    """By anything that is true or false, from the first call on, as layers are."""
+    """Chains accept any true or false value from the first call on, as layers do."""
     chain, _ = linears(*between)
     x = torch.randn(16, 64, dtype=torch.bfloat16)
     casts = []
@@ -461,7 +461,7 @@ def test_a_failed_forward_leaves_the_scales_as_they_were(kind):
 @LATE
 @pytest.mark.parametrize("at", [0, 1])
 def test_a_failed_forward_leaves_no_trace_in_what_follows(kind, at):
-    """At the very first forward, or later; behind it in the same region, all is as without it."""
+    """The first forward or a later one fails; the same region then continues as if nothing had failed."""
     left = []
     for fails in (False, True):
         chain, run, (error, _) = late_failure(kind)
@@ -517,7 +517,7 @@ def test_checkpoint_keeps_the_scales():
 
 @pytest.mark.parametrize("loads", [1, 2])
 def test_checkpoint_of_an_op_without_parameters(loads):
-    """It does not know its device before it runs; the linear op in front makes its scales, too."""
+    """Quantize does not know its device before it runs; the linear op in front creates scales, too."""
     chain, other = (
         ops.Sequential(ops.Linear(64, 48, device="cpu"), ops.ReLU(), ops.Quantize(backward=True))
         for _ in range(2)
@@ -610,7 +610,7 @@ def test_quantize(recipe, forward, backward):
 
 
 def growing_steps(chain, recipe, cols):
-    """Results and gradients of steps on inputs that grow, which delayed scaling saturates."""
+    """Results and gradients of steps whose growing inputs saturate under delayed scaling."""
     results = []
     for number in range(4):
         x = leaf(32, cols, dtype=torch.bfloat16, seed=number)
@@ -628,7 +628,7 @@ def growing_steps(chain, recipe, cols):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("forward", "backward"), [(True, False), (False, True), (True, True)])
 def test_linear_ops_beside_quantize_round(recipe, forward, backward, bias, native):
-    """What is rounded for a linear op is what the linear op makes of it: two scales would saturate twice."""
+    """Quantize beside a linear op uses the linear op's own quantisation; two scales would saturate twice."""
     options = {"device": "cpu", "dtype": torch.bfloat16, "bias": bias}
     first, second = ops.Linear(64, 48, **options), ops.Linear(48, 32, **options)
     between = [] if native else [Nothing()]

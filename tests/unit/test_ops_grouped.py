@@ -171,7 +171,7 @@ def test_trio_is_one_program_with_the_bits_of_its_parts(name):
 
 
 def saved_bytes(run):
-    """Bytes of what autograd keeps of a forward, and the result."""
+    """The number of bytes that autograd keeps of a forward, and the result."""
     kept = {}
 
     def pack(tensor):
@@ -211,7 +211,7 @@ def test_recomputed_activations_change_no_bits(name, activation, later):
         found.append((y, own.grad, p.grad, *(weight.grad for weight in model.parameters())))
         sizes.append(size)
     assert all(map(torch.equal, *found))
-    # A byte of each element in FP8, two without; the rows of each expert begin at multiples of 128.
+    # FP8 keeps one byte of each element, high precision two. Each expert's rows begin at a multiple of 128.
     assert sizes[0] - sizes[1] >= sum(SPLITS) * FFN * (2 if name == "high" else 1)
 
 
@@ -310,7 +310,7 @@ def test_state_copies_and_the_meta_device():
     )
     for mine, theirs in ((other[0], model[0]), (other[2], model[2])):
         for key, parameter in theirs.named_parameters():
-            mine.register_parameter(key, parameter)  # as Megatron-LM does it
+            mine.register_parameter(key, parameter)  # Megatron-LM does the same
     assert torch.equal(other(x, counts(), probs, counts()), y)
 
 
@@ -481,7 +481,7 @@ def test_scaled_biases_of_no_rows_and_of_rows_beyond():
 
 @pytest.mark.parametrize("single", [False, True])
 def test_biases_are_zero_at_first(single):
-    # As Transformer Engine 2.20.2 makes them; weights are torch.nn.Linear's.
+    # Transformer Engine 2.20.2 initialises biases so. Weights are initialised as in torch.nn.Linear.
     torch.manual_seed(0)
     op = ops.GroupedLinear(3, 64, 96, device="cpu", single_grouped_bias=single)
     biases = [parameter for name, parameter in op.named_parameters() if name.startswith("bias")]

@@ -32,7 +32,7 @@ def test_gradient_scales_are_updated_behind_the_whole_backward(behind):
 
 @pytest.mark.parametrize("front", [ops.L2Normalization, ops.GELU])
 def test_a_group_under_another_recipe_is_not_the_first_of_delayed_scaling(front):
-    """Regions nest: the backward scales are updated by the first group that has any."""
+    """Regions nest, and the first group that has backward scales updates them."""
     other = ops.Sequential(front(), ops.Linear(16, 16, bias=False, **CPU))
     layers = [te.Linear(16, 16, bias=False, **CPU) for _ in range(2)]
     x = torch.ones(16, 16, requires_grad=True)

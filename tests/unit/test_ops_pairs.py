@@ -12,8 +12,8 @@ from te_fast.pytorch import ops
 WIDTH = 8
 OPTIONS = {"device": "cpu"}
 
-# Per name: the op, its formula of (x, extras, parameters) that returns (y, extra outputs), the shapes
-# of its extra inputs behind the rows, and how many columns it returns per column.
+# Each name maps to the op, its formula of (x, extras, parameters) that returns (y, extra outputs),
+# the shapes of its extra inputs behind the rows, and the number of input columns per output column.
 OPS = {
     "linear": (
         lambda n: ops.Linear(n, n, **OPTIONS),

@@ -15,7 +15,7 @@ from te_fast.pytorch import ops
 
 @pytest.fixture(params=["native", "python"])
 def between(request):
-    """Nothing, or an op of the user's own that does nothing, in the middle of a chain."""
+    """No module, or an op of the user's own that does nothing, for the middle of a chain."""
 
     class Nothing(ops.Identity):
         def op_forward(self, ctx, input_, **_):
@@ -79,7 +79,7 @@ def steps_of(chain, recipe):
 
 
 def test_residual_connections_are_inside_of_one_program(recipe):
-    """With the bits of programs that hand the tensor to each other."""
+    """The bits are those of two programs that hand the tensor to each other."""
 
     class Nothing(ops.Identity):
         def op_forward(self, ctx, input_, **_):
@@ -114,7 +114,7 @@ def test_channel_with_two_consumers(between):
 
 
 def test_channel_from_one_native_segment_to_another(between):
-    """What goes through the channel is computed: its gradient has to come back, too."""
+    """The channel carries a computed tensor, so the gradient of that tensor has to come back, too."""
     linear, other = (ops.BasicLinear(16, 16, device="cpu") for _ in range(2))
     module = residual(ops.GELU(), *between, linear)
     module.insert(0, other)
@@ -127,7 +127,7 @@ def test_channel_from_one_native_segment_to_another(between):
 
 @pytest.mark.parametrize("front", [[], [lambda: ops.ConstantScale(2.0)]])
 def test_adding_in_place_leaves_what_a_channel_brings(front, between):
-    """The norm keeps the same tensor for its backward, and the caller's input is the caller's."""
+    """The norm keeps the same tensor for its backward, and the caller's input must not change."""
     module = residual(ops.RMSNorm(16, device="cpu"), *between, ops.SiLU())
     module[-1]._in_place = True
     module = ops.Sequential(*(make() for make in front), *module)
@@ -139,7 +139,7 @@ def test_adding_in_place_leaves_what_a_channel_brings(front, between):
 
 
 def test_gradients_that_channels_bring_are_not_added_to_in_place(between):
-    """Two sums give both channels the very gradient that came in."""
+    """Two sums pass the same incoming gradient to both channels."""
     makes = [ops.MakeExtraOutput(in_place=True) for _ in range(2)]
     adds = [ops.AddExtraInput() for _ in range(2)]
     for number, (make, add) in enumerate(zip(makes, adds, strict=True)):
@@ -150,12 +150,12 @@ def test_gradients_that_channels_bring_are_not_added_to_in_place(between):
 
 
 def test_what_is_added_to_in_place_is_known_to_torch(between):
-    """A backward that needs what the extra input was before raises, instead of a wrong gradient."""
+    """A backward that needs the former extra input raises an error instead of a wrong gradient."""
     x = leaf(4, 16)
     chain = ops.Sequential(
         ops.Linear(16, 16, device="cpu"), *between, ops.AddExtraInput(in_place=True)
     )
-    kept = x.exp()  # whose backward needs its result
+    kept = x.exp()  # the backward of exp needs its result
     y = chain(leaf(4, 16, seed=1), kept)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
@@ -243,7 +243,7 @@ class BackwardLinearReLU(ops.FusedOperation):
 
 
 class LinearSiLU(ops.FusedOperation):
-    """Keeps less than the basic operations would, and computes it again."""
+    """Keeps less than the basic operations would, and computes the rest again."""
 
     calls = 0
 

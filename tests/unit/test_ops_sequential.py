@@ -415,7 +415,7 @@ def test_explain_and_print():
 )
 def test_the_input_by_its_name(make):
     module, x = make(), torch.ones(2, 4)
-    for _ in range(2):  # the second one runs the program at once
+    for _ in range(2):  # the second call runs the program at once
         assert torch.equal(module(input=x), module(x))
 
 
@@ -449,7 +449,7 @@ def test_constants_that_change_after_a_forward(make, name, value):
 
 @pytest.mark.parametrize("index", ["a", None, [0], (0,), b"0"])
 def test_an_index_that_is_none_is_refused(index):
-    """Transformer Engine raises ``TypeError`` here, whatever asks for the module."""
+    """Transformer Engine raises ``TypeError`` here, whichever method uses the index."""
     chain = ops.Sequential(ops.ReLU(), ops.SiLU())
     for use in (
         lambda: chain[index],
@@ -465,7 +465,7 @@ def test_an_index_that_is_none_is_refused(index):
 
 
 def test_indices_of_other_number_classes():
-    """Those that equal an integer are one; Transformer Engine raises ``RuntimeError`` for others."""
+    """A number that equals an integer is an index; Transformer Engine raises ``RuntimeError`` for others."""
     chain = ops.Sequential(ops.ReLU(), ops.SiLU())
     assert chain[1.0] is chain[-1.0] is chain[True] is chain[torch.tensor(1)] is chain[1]
     with pytest.raises(RuntimeError, match=r"got 0\.5") as caught:

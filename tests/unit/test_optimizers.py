@@ -29,7 +29,7 @@ OPTIONS = {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
 
 
 class Adam:
-    """Adam in FP64, as the paper writes it down, with decay apart from the gradient or in it."""
+    """Adam in FP64 as in the paper, with weight decay apart from the gradient or added to the gradient."""
 
     def __init__(self, weights, *, adamw=True, correct=True):
         self.weights = [weight.detach().double() for weight in weights]
@@ -112,7 +112,7 @@ def test_master_weights_are_fp32(dtype, grad_dtype, remainders):
         assert master.dtype is (torch.int16 if keeps_remainders else torch.float32)
         if keeps_remainders:
             master = stored.join(weight.detach(), master)
-            # Half away from zero; two neighbours lie that close.
+            # Halves round away from zero, so that a weight is within this bound of its master.
             assert (weight.double() - master.double()).abs().max() <= 2.0**-8 * master.abs().max()
         else:
             assert torch.equal(weight.detach(), master.to(dtype))
@@ -232,7 +232,7 @@ def test_a_loaded_state_goes_on_where_it_was(options):
         each.step()
         assert int(each.param_groups[0]["step"]) == 4
     for weight, twin in zip(weights, twins, strict=True):
-        # FP16 and FP8 states are scaled anew from what was read.
+        # FP16 and FP8 states are scaled anew when they are loaded, which rounds them again.
         exact = not {torch.float16, torch.uint8} & set(options.values())
         assert torch.allclose(weight, twin, rtol=0 if exact else 2**-7, atol=0 if exact else 1e-3)
 
@@ -248,7 +248,7 @@ def test_states_of_another_kind_are_refused():
 
 
 class Scaler:
-    """What FusedAdam asks a GradScaler for."""
+    """The part of a GradScaler that FusedAdam uses."""
 
     def __init__(self, scale, found):
         self.scale, self.found = torch.tensor(scale), torch.tensor([float(found)])
@@ -281,7 +281,7 @@ def test_a_scaled_step_is_skipped_on_the_device():
 @pytest.mark.parametrize("master", [False, True], ids=["plain", "master"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_a_scaled_step_leaves_unscaled_gradients(dtype, master):
-    """As Transformer Engine's kernel does, and torch's."""
+    """Transformer Engine's kernel does the same, and so does torch's."""
     weights = [torch.nn.Parameter(weight.detach().to(dtype)) for weight in parameters()]
     optimizer = FusedAdam(weights, lr=1e-3, capturable=True, master_weights=master)
     for found in (True, False):
@@ -305,7 +305,7 @@ def test_parameters_without_gradients_and_groups_without_parameters():
 
 
 def test_a_step_is_seen_by_layers():
-    """Weights that are views of one flat buffer, which a distributed optimizer writes."""
+    """The weights are views of one flat buffer, which a distributed optimizer writes."""
     layer = te.Linear(32, 32, bias=False, device="cpu", params_dtype=torch.bfloat16)
     flat = torch.empty(32 * 32, dtype=torch.bfloat16)
     flat.copy_(layer.weight.detach().reshape(-1))
@@ -321,7 +321,7 @@ def test_a_step_is_seen_by_layers():
             assert torch.equal(got, fresh(x))
         main.grad = torch.randn_like(main)
         optimizer.step()
-        # As a gather does, which moves no version of the weight.
+        # Like a gather, this write does not change the version of the weight.
         torch._foreach_copy_([flat.detach().view(-1).data], [main.detach()])
 
 

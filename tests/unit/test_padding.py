@@ -159,7 +159,8 @@ def test_alignment_follows_the_recipe_of_the_first_forward():
 
 @pytest.mark.parametrize("align", [2**31, 2**62, 3 * 2**61, 2**63 - 1, 2**63])
 def test_alignments_without_end_are_refused(align):
-    x, splits = torch.randn(16, 4), [4, 4, 4, 4]  # whose padded rows add up to 2**64, which is 0
+    # With an alignment of 2**62, the padded rows add up to 2**64, which wraps to 0.
+    x, splits = torch.randn(16, 4), [4, 4, 4, 4]
     with pytest.raises(ShapeError, match=r"below 2\*\*31"):
         te.Fp8Padding(4, align)(x, splits)
     with pytest.raises(ShapeError, match="at most the 16 rows"):
@@ -197,7 +198,8 @@ def test_sort_chunks(dtype):
 
 def test_sort_chunks_moves_fp64_probabilities():
     probs = torch.rand(7, dtype=torch.float64)
-    sizes, index = torch.tensor([[3, 0], [4, 0]]).t()[0], torch.tensor([1, 9, 0])[::2]  # strided
+    # Both tensors are strided.
+    sizes, index = torch.tensor([[3, 0], [4, 0]]).t()[0], torch.tensor([1, 9, 0])[::2]
     _, moved = te.moe_sort_chunks_by_index_with_probs(torch.randn(7, 2), probs, sizes, index)
     assert torch.equal(moved, probs[[3, 4, 5, 6, 0, 1, 2]])
 
@@ -215,7 +217,7 @@ def test_sort_chunks_edges():
 
 @pytest.mark.parametrize("wants_grad", [False, True])
 def test_tensors_of_other_ranks_are_named(wants_grad):
-    """Also where a gradient is wanted, whose node looks at the shapes first."""
+    """Where a gradient is wanted, the autograd node checks the shapes first."""
     for shape in ((), (4,), (2, 2, 4)):
         x = torch.ones(shape, requires_grad=wants_grad)
         with pytest.raises(ShapeError, match="inp must be of two dimensions"):

@@ -1,4 +1,4 @@
-"""benches/parity.py finds differences, and finds none where there is none: te_fast beside itself, on the CPU."""
+"""benches/parity.py finds differences, and finds none between te_fast and te_fast itself, on the CPU."""
 
 import json
 import math
@@ -11,7 +11,7 @@ import parity
 import te_fast.pytorch as te
 from te_fast.pytorch import ops, optimizers, router
 
-# One of te_fast's own, what needs ranks, and classes that others derive from.
+# These are a class that only te_fast has, classes that need ranks, and base classes.
 NOT_COMPARED = {te.MoE, ops.AllGather, ops.AllReduce, ops.ReduceScatter, ops.OperationFuser}
 NOT_COMPARED |= {ops.FusibleOperation, ops.BasicOperation, ops.FusedOperation}
 X = torch.empty(64, parity.COLS, dtype=torch.bfloat16)
@@ -19,7 +19,7 @@ X = torch.empty(64, parity.COLS, dtype=torch.bfloat16)
 
 @pytest.mark.parametrize("case", parity.cases())
 def test_every_case_runs_and_equals_itself(case):
-    # One recipe each: which one does not matter here.
+    # Each case runs with one recipe, and any recipe serves this test.
     recipe = list(parity.recipes())[len(case) % 5]
     found = parity.compare(parity.own(), parity.own(), case, recipe, X)
     assert found["output"] == 0

@@ -26,12 +26,12 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
 def bits(tensor):
-    """Compare NaN and signed zeros too."""
+    """View a tensor as bytes, so that a comparison covers NaN and signed zeros too."""
     return tensor.contiguous().view(torch.uint8)
 
 
 def check_map(case: Case, row_id_map, kept=None):
-    """Every entry that Transformer Engine defines, and its dtype and shape; `kept` is what was not dropped."""
+    """Check dtype, shape and all entries that Transformer Engine defines; `kept` is the mask without dropped rows."""
     tokens, experts = case.mask.shape
     assert row_id_map.dtype == torch.int32
     assert row_id_map.shape == (tokens, 2 * experts + 1)
@@ -163,12 +163,12 @@ def test_maps_that_are_given_stay_as_they_are():
 
 
 def test_fp64_probabilities():
-    """What routers give that compute in FP64: moved as they are, rounded to FP32 where they weigh rows."""
+    """Routers may compute in FP64: probabilities are moved unchanged, and rounded to FP32 where they weigh rows."""
     case = make_case(21, 6, 2, 8, zeros=True)
     case.probs = case.probs.double() / 3
     case.probs[case.mask] += 1e-12 * (case.probs[case.mask] != 0)
     token, expert = case.mask.nonzero()[0].tolist()
-    case.probs[token, expert] = 1e-300  # not zero, though its FP32 is
+    case.probs[token, expert] = 1e-300  # not zero in FP64, but zero in FP32
     x, probs = case.x.clone().requires_grad_(), case.probs.clone().requires_grad_()
     out, permuted, row_id_map, offsets, _ = te.moe_permute_and_pad_with_probs(
         x, probs, case.mask, case.mask.sum(0), 4
@@ -198,7 +198,7 @@ def test_fp64_probabilities():
 
 @pytest.mark.parametrize("kind", ["permute", "index", "unpermute", "pad", "sort", "Fp8Padding"])
 def test_quantised_tensors_are_refused_with_the_way_out(kind):
-    class Float8Tensor(torch.Tensor):  # without memory of its own, as Transformer Engine's
+    class Float8Tensor(torch.Tensor):  # has no memory of its own, as in Transformer Engine
         @staticmethod
         def __new__(cls, data):
             return torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=torch.bfloat16)
@@ -499,7 +499,7 @@ def test_debug_mode_takes_no_other_calls_drops_for_its_own(monkeypatch):
     permutation.moe_dropped_rows("cpu", reset=True)
     monkeypatch.setattr("te_fast._config.DEBUG", True)
     indices = torch.zeros(9, 2, dtype=torch.int32)
-    te.moe_permute(case.x, indices, 15, map_type="index")  # which drops on purpose
+    te.moe_permute(case.x, indices, 15, map_type="index")  # this call drops rows on purpose
     te.moe_permute(case.x, case.mask, case.routed)
     te.moe_permute_and_quantize(
         torch.randn(9, 16), None, case.mask, case.routed, scale=torch.ones(1)

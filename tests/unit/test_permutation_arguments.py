@@ -1,4 +1,4 @@
-"""Arguments of the wrong class: the error names the function, the argument and what came."""
+"""Arguments of the wrong class: the error names the function, the argument and the given class."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Permutation straight into FP8: the bits of permuting first and quantising then."""
+"""Permutation straight into FP8: the bits of permuting first and quantising afterwards."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def block_reference(rows, fmt, eps, power_2):
     padded[:, :cols] = rows.float()
     padded = padded.view(count, blocks, 128)
     amax = padded.abs().amax(2).clamp(min=eps)
-    # A number divided by a tensor is its reciprocal times the number in torch, rounded twice.
+    # For a number divided by a tensor, torch multiplies with the reciprocal, which rounds twice.
     scale = torch.where(
         amax > 0, torch.full_like(amax, reference.FP8_MAX[fmt]) / amax, torch.ones(())
     )

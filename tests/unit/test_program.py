@@ -103,7 +103,7 @@ def test_frozen_parts_get_no_gradient_and_others_the_same(name: str) -> None:
 
 
 class Packed:
-    """Counts what is packed, and hands copies on."""
+    """Counts the tensors that are packed, and returns copies of them."""
 
     count = 0
 
@@ -183,7 +183,7 @@ def test_main_grad_and_delayed_weight_gradients(recipe: Any) -> None:
         bound = 0.16 if recipe is DelayedScaling else 1e-6
         assert (weight.main_grad - 1.0 - grad).norm() <= bound * grad.norm()
     if recipe is DelayedScaling:
-        return  # scales have moved; what follows compares bits
+        return  # the scales have changed, and the rest compares bits
     for handle in chain.handles:
         handle.fuse_wgrad_accumulation = False
         handle.delay_wgrad_compute = True
@@ -292,7 +292,7 @@ def test_residual_connections_that_do_not_fit_are_named(
 
 
 def test_bad_input_after_good_is_named() -> None:
-    """A compiled program is found by types; sizes are looked at each time."""
+    """A compiled program is found by types, but sizes are checked in each call."""
     chain, x, extras, _ = case([("linear", 48), ("bias",), ("add", False)])
     chain(x, *extras)
     for bad in (extras[0][:1], extras[0][..., :24], extras[0].flatten()):
@@ -390,7 +390,7 @@ def apart_and_handed(chain: Any, x: torch.Tensor, recipe: Any) -> list[torch.Ten
         chain.fwd.amax_history[0].zero_()
         with torch.no_grad():
             handed = chain(x)
-        live = chain.fwd.amax_history[0].clone()  # leaving the region rolls it
+        live = chain.fwd.amax_history[0].clone()  # leaving the region rolls the history
     return [apart, handed, found, live]
 
 
@@ -423,7 +423,7 @@ def _any_rows() -> Iterator[None]:
 def test_fp8_handed_over_has_the_bits_of_a_cast(count: int, rows: int) -> None:
     chain, x, recipe = measured([("linear", 32)] * count, rows)
     apart, handed, found, live = apart_and_handed(chain, x, recipe)
-    # FP32 between the ops: nothing is rounded that a handed over value is not.
+    # Values between the ops are FP32, so that both ways round them once, to FP8.
     assert torch.equal(handed, apart)
     assert torch.equal(live, found)
     assert found[::2].all()
@@ -435,8 +435,9 @@ def test_fp8_handed_over_is_rounded_once_less(dtype: torch.dtype) -> None:
     chain, x, recipe = measured([*HANDOVER, ("bias",), ("linear", 32)], dtype=dtype)
     apart, handed, found, live = apart_and_handed(chain, x, recipe)
     assert "gemm + bias, in FP8" in forward_steps(chain)
-    # A value that the type rounds over the middle of two of E4M3 goes the other way: with BF16's 8 bits
-    # one in 32 does, by 1/8 of itself at most, which makes 0.02 a value, and three are handed over.
+    # The rounding to the type may move an element across the middle of two E4M3 numbers. With BF16's 8 bits
+    # this happens to one element in 32, which then differs by 1/8 at most. The relative error of a tensor
+    # is thus 0.02, and three tensors are handed over.
     assert (handed - apart).float().norm() <= 0.05 * apart.float().norm()
     torch.testing.assert_close(live, found, rtol=torch.finfo(dtype).eps, atol=0)
 
@@ -492,7 +493,7 @@ def test_what_does_not_hand_over_says_why() -> None:
     training = chain.program.explain()[-1]["notes"]
     because = "does not hand FP8 over to 2: linear, whose weight gradient needs it transposed"
     assert f"0: linear {because}" in training
-    # Two linear ops with an activation between: a launch less, two more.
+    # With an activation between two linear ops, handing over would save one launch and need two more.
     chain, x, recipe = measured(CHAINS["mlp"], dtype=torch.bfloat16)
     apart_and_handed(chain, x, recipe)
     assert forward_steps(chain) == [
@@ -505,7 +506,7 @@ def test_what_does_not_hand_over_says_why() -> None:
     ]
     notes = chain.program.explain()[-1]["notes"]
     assert any("because one value saves a launch and needs two" in note for note in notes)
-    # What is handed out is needed in high precision.
+    # The extra output is needed in high precision.
     chain, x, _, _ = case([("linear", 48), ("branch", False), ("linear", 32)])
     with te.autocast(recipe=recipe), torch.no_grad():
         chain(x)

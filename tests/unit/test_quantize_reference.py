@@ -10,7 +10,7 @@ from te_fast import dispatch
 from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-# Straddle a vector of 8, a tile of 128, the alignment of 16, and the size from which rayon takes over.
+# The sizes straddle a vector of 8, a tile of 128, the alignment of 16, and the size from which rayon is used.
 SHAPES = [(1, 1), (7, 33), (128, 128), (129, 136), (300, 520)]
 SPECIAL = [0.0, -0.0, 1e-45, -1e-40, 2.0**-10, 464.0, 61440.0, -3e38, float("inf"), float("nan")]
 ROLES = {"input": "e4m3", "weight": "e4m3", "grad": "e5m2"}

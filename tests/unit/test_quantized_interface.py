@@ -119,7 +119,7 @@ def test_a_tensor_that_is_taken_apart_comes_back_as_a_tensor(kind):
     parts, rest = tensor.prepare_for_saving()
     assert type(rest) is type(tensor)
     assert rest.shape == tensor.shape
-    assert torch.equal(tensor.dequantize(), expected)  # the user's own stays whole
+    assert torch.equal(tensor.dequantize(), expected)  # the user's own tensor stays whole
     with pytest.raises(RuntimeError, match="no data"):
         rest.dequantize()
     assert rest.restore_from_saved([*parts, None]) == [None]

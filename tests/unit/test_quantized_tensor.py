@@ -1,4 +1,4 @@
-"""Quantizers and quantised tensors against independent torch code: bytes, scales, layouts, what they keep."""
+"""Quantizers and quantised tensors against independent torch code: bytes, scales, layouts, saved data."""
 
 import copy
 import io

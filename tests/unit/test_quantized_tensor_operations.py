@@ -283,7 +283,7 @@ def test_data_is_exchanged(tensor, kind, x):
     assert parts(parameter) == parts(other)
     for fresh in (y.float(), torch.randn(4, 128).bfloat16()):
         parameter.data = fresh
-        # Of Transformer Engine's classes, that of blocks keeps its nominal type.
+        # Transformer Engine's class for blocks keeps its nominal type, unlike the other classes.
         dtype = fresh.dtype if kind in ("delayed", "current") else torch.bfloat16
         assert (parameter.dtype, parameter.shape) == (dtype, fresh.shape)
         holds(parameter, values(fresh, kind), tensor)
@@ -309,7 +309,7 @@ def test_optimizers_step_on_quantised_parameters(kind, x, options):
         mine.step()
         theirs.step()
         holds(parameter, values(plain, kind), parameter)
-        # torch's fused optimizers of old leave bfloat16 on the CPU as it is.
+        # The fused optimizers of old versions of torch leave bfloat16 on the CPU unchanged.
         is_still = torch.equal(plain, before)
         assert torch.equal(before, parameter.dequantize()) == is_still
         with torch.no_grad():
@@ -324,7 +324,7 @@ def test_a_fused_step_enters_the_dispatch_once_and_quantises_by_one_launch(kind,
     optimizer = torch.optim.AdamW(parameters, lr=0.125, fused=True)
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter.dequantize())
-    optimizer.step()  # makes the states
+    optimizer.step()  # this step creates the states
     entries = []
 
     def noted(func, *rest):
@@ -400,7 +400,7 @@ def test_a_parameter_is_one_again_after_pickling(kind, x):
         assert isinstance(made, torch.nn.Parameter)
         assert made.requires_grad
         assert parts(made)[0].equal(parts(parameter)[0])
-        made.data.copy_(x)  # what quantises it is there
+        made.data.copy_(x)  # the loaded parameter has a quantizer
 
 
 def test_inner_tensors_for_compilers(tensor, kind, x):

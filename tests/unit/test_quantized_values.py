@@ -33,7 +33,7 @@ def forbid_dispatch(monkeypatch):
 
 @contextmanager
 def auto_pad(rows):
-    """Lets layers take so many rows."""
+    """Lets layers take this number of rows, with padding where needed."""
     te_fast.auto_pad(rows % 8 != 0)
     try:
         yield
@@ -47,7 +47,7 @@ def randn(*shape, seed=0):
 
 
 def as_of_input(x, name, **usage):
-    """A tensor quantised as the first forward of a layer would do it: delayed scaling begins with scale 1."""
+    """A tensor quantised as by the first forward of a layer, where delayed scaling begins with scale 1."""
     made = quantizer(INPUT[name], **usage)
     if name == "delayed":
         made.scale.fill_(1.0)
@@ -63,7 +63,7 @@ def linear(inputs=128, outputs=96, **options):
 
 
 def step(layer, x, grad, recipe, **options):
-    """Result and gradients of one forward and backward; of `x` where it requires one."""
+    """Result and gradients of one forward and backward; `x` has a gradient where `x` requires one."""
     for parameter in layer.parameters():
         parameter.grad = None
     with te.autocast(recipe=recipe):
@@ -148,7 +148,7 @@ def test_no_amax_is_taken_of_an_input_that_is_quantised():
     layer, x = linear(), randn(32, 128)
     recipe = DelayedScaling(amax_history_len=4)
     step(layer, _leaf(as_of_input(x, "delayed")), randn(32, 96), recipe)
-    # The update of the region's end has rolled what there was.
+    # The update at the end of the region has rolled the history.
     history = layer.fp8_meta["scaling_fwd"].amax_history
     assert history[:, 0].eq(0).all()
     assert history[:, 1].max() == layer.weight.detach().abs().max().float()
@@ -560,7 +560,7 @@ def test_a_graph_that_is_kept_runs_twice(recipe):
     y.backward(grad, retain_graph=True)
     once = [given.grad.clone(), layer.bias.grad.clone()]
     y.backward(grad)
-    if not isinstance(recipe, DelayedScaling):  # whose scale has changed meanwhile
+    if not isinstance(recipe, DelayedScaling):  # the delayed scale has changed meanwhile
         assert torch.equal(given.grad, 2 * once[0])
     assert torch.equal(layer.bias.grad, 2 * once[1])
 

@@ -19,7 +19,7 @@ OPTIONS = {"params_dtype": torch.bfloat16, "device": "cpu"}
 
 
 class Experts(torch.nn.Module):
-    """Experts, of which one has no rows."""
+    """Experts, one of them without rows."""
 
     def __init__(self, experts):
         super().__init__()
@@ -108,7 +108,7 @@ def test_steps_are_those_of_weights_in_high_precision(make, recipe):
             assert type(got) is torch.Tensor
             assert torch.equal(got, expected)
         if isinstance(recipe, DelayedScaling):
-            break  # weights that nobody writes keep the scale that they were quantised with
+            break  # a quantised weight keeps its scale until it is written
         with torch.no_grad():
             for parameter, other in zip(mine.parameters(), plain.parameters(), strict=True):
                 fresh = torch.randn(other.shape).bfloat16()
@@ -528,7 +528,7 @@ def test_the_context_is_left_as_it_was_entered():
 
 @pytest.mark.parametrize("kind", [te.Linear, te.ops.Linear], ids=["layer", "operation"])
 def test_views_in_inference_mode(kind, recipe):
-    """Views of a weight that was made outside: whoever saves or looks at a model may be in inference mode."""
+    """A user may save or inspect a model in inference mode, which makes views of weights from outside of it."""
     with te.quantized_model_init(recipe=recipe):
         layer = kind(32, 48, device="cpu")
     x = torch.randn(32, 32)

@@ -1,4 +1,4 @@
-"""The quantizers that layers and operations show: what their GEMMs' operands are quantised with."""
+"""The quantizers that layers and operations show, which quantise the operands of their GEMMs."""
 
 import pytest
 import torch

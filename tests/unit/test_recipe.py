@@ -190,11 +190,11 @@ def test_copies_do_not_share_what_is_derived(cls):
 
 @pytest.mark.parametrize("cls", RECIPES)
 def test_torchs_reader_of_weights_may_be_allowed_recipes(cls):
-    """By the names that Vortex (Evo 2) gives it."""
+    """Vortex (Evo 2) allows recipes by these names."""
     file = io.BytesIO()
     torch.save({"recipe": cls()}, file)
     file.seek(0)
-    # Python 3.11 writes getattr(Format, name) for a format.
+    # Python 3.11 pickles a format as getattr(Format, name).
     allowed = [cls, Format, _FormatHelper, MMParams, QParams, getattr]
     with torch.serialization.safe_globals(allowed):
         assert torch.load(file, weights_only=True) == {"recipe": cls()}

@@ -70,7 +70,7 @@ def test_a_subclass_passes_them_on():
                 fp8_format=fp8_format,
                 override_linear_precision=override_linear_precision,
                 dtype=None,
-                # Of Megatron-LM's layers.
+                # Megatron-LM's layers have these keywords.
                 params_dtype=None,
                 device="cuda",
             )

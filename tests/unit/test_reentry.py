@@ -1,7 +1,7 @@
-"""Nothing is borrowed while Python runs: code that a call lets in may use the same objects.
+"""A call holds no borrowed object while Python code runs, since that code may use the same object.
 
-A call lets garbage collection in at its allocations, as far as Python collects there (up to 3.11), and where torch has
-no exchange table at every attribute that is read.
+Python up to 3.11 may collect garbage at each allocation of a call, which runs Python code. Where torch has no exchange
+table, Python code may also run at every attribute that a call reads.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CPU = {"device": "cpu"}
 
 @contextmanager
 def at_every_collection(programs: list) -> Iterator[list[Exception]]:
-    """Use the dispatcher and the programs in every collection, of which there are as many as can be."""
+    """Use the dispatcher and the programs in every garbage collection, and collect as often as possible."""
     failures: list[Exception] = []
 
     def use(phase: str, _info: dict) -> None:
@@ -103,7 +103,7 @@ test_reentry.run()
 
 
 def test_a_strided_extra_input_that_an_op_writes_to_has_the_gradients_of_others():
-    """Backward of what follows reads the sum, which lies in the copy that was read."""
+    """The backward of the next op reads the sum, which lies in the copy of the strided input."""
     x, extra = torch.randn(16, 32), torch.randn(32, 16).t()
     found = []
     for given in (extra, extra.contiguous()):

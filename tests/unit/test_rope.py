@@ -39,7 +39,7 @@ def test_share_of_channels_and_interpolation():
 
 
 def positions_of(fmt, starts, ends):
-    """Position of every token, as it broadcasts to heads."""
+    """Position of every token, in a shape that broadcasts to heads."""
     if fmt == "thd":
         parts = [
             torch.arange(b - a) + s for a, b, s in zip(ends[:-1], ends[1:], starts, strict=True)

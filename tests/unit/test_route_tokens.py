@@ -62,7 +62,7 @@ def test_values_and_gradients(name, types, wanted):
     torch.autograd.backward([theirs for _, theirs, _ in terms], [g.double() for _, _, g in terms])
     for mine, other in zip((tokens, weight), theirs, strict=True):
         assert mine.grad.shape == mine.shape
-        # One rounding to the tensor's type, of sums in FP32.
+        # A gradient is a sum in FP32, which is rounded once to the tensor's type.
         close = 2**-8 if mine.dtype == torch.bfloat16 else 1e-4
         torch.testing.assert_close(mine.grad.double(), other.grad, rtol=close, atol=close / 100)
 

@@ -28,13 +28,13 @@ def scores_of(x, function):
 
 
 def chosen_of(values, count):
-    """The first of the largest."""
+    """Indices of the largest values; of equal values, the first are chosen."""
     order = sorted(range(len(values)), key=lambda i: (-values[i], i))
     return sorted(order[:count])
 
 
 def reference(x, topk, pre, groups, group_topk, factor, function, bias):
-    """Token by token, in FP64 with torch's autograd."""
+    """Compute each token by itself, in FP64 with torch's autograd."""
     x = x.detach().double().requires_grad_()
     rows, maps = [], []
     for token in x:
@@ -89,14 +89,14 @@ def test_probabilities_map_and_gradient(case, topk, groups, dtype):
 
 
 def by_torch(monkeypatch, function, *arguments):
-    """The same of torch operations alone, as for tensors that the kernels do not take."""
+    """Call a function with torch operations alone, as for tensors that the kernels do not take."""
     with monkeypatch.context() as patch:
         patch.setattr(choice, "takes", lambda *_: False)
         return function(*arguments)
 
 
 def edges(x):
-    """Values of all kinds, each in a token of its own."""
+    """Return a copy with special values, each kind in a token of its own."""
     x = x.clone()
     for token, value in enumerate((float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-42)):
         x[token, 1::3] = value
@@ -133,7 +133,7 @@ def test_kernels_choose_as_torch_does(case, experts, monkeypatch):
     chosen, scores = run(x, topk, function)
     map_, wanted = by_torch(monkeypatch, run, x, topk, function)
     torch.testing.assert_close(scores, wanted, rtol=1e-5, atol=1e-7, equal_nan=True)
-    plain = torch.arange(TOKENS) > 9  # sums of the others may round to other equal values
+    plain = torch.arange(TOKENS) > 9  # rounding may make other values equal in the other tokens
     assert torch.equal(chosen[plain], map_[plain])
 
 

@@ -12,7 +12,7 @@ import source
 
 @pytest.fixture
 def tree(tmp_path, monkeypatch):
-    """Make a source tree of the given files the one that is checked."""
+    """Make the checks read a source tree of the given files."""
 
     def make(**files):
         for name, content in files.items():

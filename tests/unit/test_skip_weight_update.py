@@ -28,7 +28,7 @@ def make(**options):
 
 
 def graph_call(layer, x, recipe, **options):
-    """A call as a graph wrapper makes it: it updates delayed scales itself."""
+    """Call a layer as a graph wrapper does, which updates delayed scales itself."""
     with te.autocast(recipe=recipe, _graph=True):
         return layer(x, **options)
 
@@ -48,7 +48,7 @@ def test_the_flag_decides_whether_the_weight_is_quantised(recipe, first, grad):
         manager.set_skip_fp8_weight_update_tensor(False)
         fresh = graph_call(layer, x, recipe, is_first_microbatch=first)
     assert torch.equal(skipped, former)
-    # A power of two times a weight has the same FP8 digits; at scale 1, delayed scaling may lose small ones.
+    # A power of two times a weight has the same FP8 digits. At scale 1, delayed scaling may lose small values.
     if recipe.delayed():
         wanted = (
             quantized_values(x, "e4m3", "t", scale=ONE)
@@ -94,7 +94,7 @@ def test_calls_outside_of_graphs_do_not_read_the_flag(recipe):
         layer.weight.fill_(0)
         with te.autocast(recipe=recipe):
             assert not layer(x).any()
-        assert graph_call(layer, x, recipe).any()  # the graph's own is older
+        assert graph_call(layer, x, recipe).any()  # the graph's own weight is older
 
 
 def test_delayed_scales_are_those_of_the_quantised_weight():
@@ -110,7 +110,7 @@ def test_delayed_scales_are_those_of_the_quantised_weight():
     scale = state.scale.clone()
     assert scale[1] == 448.0 / weight_amax
 
-    graph_call(layer, x, recipe)  # quantised with the new scale
+    graph_call(layer, x, recipe)  # this call quantises with the new scale
     manager.reduce_and_update_fp8_tensors(forward=True)
     assert torch.equal(state.scale, scale)
     manager.set_skip_fp8_weight_update_tensor(True)
@@ -133,7 +133,7 @@ def test_delayed_scales_are_those_of_the_quantised_weight():
     fitting = graph_call(layer, x, recipe)
     assert torch.equal(
         fitting, 64 * expected
-    )  # a power of two: the same digits under another scale
+    )  # 64 is a power of two, so that the digits are the same
     assert not torch.equal(fitting, saturated)
 
 

@@ -168,7 +168,7 @@ def test_the_version_that_the_names_are_those_of():
 
 
 def test_a_copy_that_is_no_package_has_no_version(monkeypatch):
-    """Code that asks for versions goes by hasattr."""
+    """Code that asks for a version tests for the attribute by hasattr."""
 
     def version(name):
         raise importlib.metadata.PackageNotFoundError(name)

@@ -121,7 +121,7 @@ def test_attention_alone(kind, normed, return_bias):
 
 
 def parted(layer, **options):
-    """The same layer, in which something looks at the projection: it is called layer by layer."""
+    """The same layer with a hook on the projection, so that the call goes layer by layer."""
     other = make(**options)
     other.load_state_dict(layer.state_dict())
     other.self_attention.proj.register_forward_hook(lambda *_: None)
@@ -153,8 +153,8 @@ def test_one_program_is_what_the_layers_are(recipe, options, first):
         for name, mine, theirs in zip(names, got, wanted, strict=True):
             if options == "llama":
                 assert torch.equal(mine, theirs), name
-            # A bias is added before a value is rounded or behind: a rare operand then rounds to the other side in FP8.
-            # Gradients of keys' biases are nothing but rounding.
+            # One way adds a bias before it rounds a value, the other way afterwards. A rare operand then rounds to
+            # another FP8 number. Gradients of keys' biases are rounding errors alone.
             elif not name.endswith("key_bias"):
                 assert relative(mine, theirs) < 0.1, name
     if recipe.delayed():
@@ -327,7 +327,7 @@ def test_fused_gradients():
 @pytest.mark.parametrize("rope", [False, True])
 @pytest.mark.parametrize("name", ["as it is", "fused", "groups, fused", "no mask"])
 def test_attention_that_nobody_sees_has_the_same_bits(name, rope, fmt):
-    """A hook sends the call through modules; without one, views and one call of torch's are between the programs."""
+    """A hook sends the call through modules; without a hook, views and one torch call run between the programs."""
     layer = make(attn_input_format=fmt, **OPTIONS[name])
     angles = te.RotaryPositionEmbedding(D)(S).cpu() if rope else None
     shape = (S, B, HIDDEN) if fmt == "sbhd" else (B, S, HIDDEN)

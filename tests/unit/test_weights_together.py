@@ -1,4 +1,4 @@
-"""All weights that an optimizer has changed are quantised by one launch, with the numbers of each by itself."""
+"""All weights that an optimizer has changed are quantised by one launch, with the same numbers as one by one."""
 
 import copy
 import gc
@@ -42,7 +42,7 @@ def forward(layers, x, recipe, **options):
 
 
 def trained(layers, recipe, steps=2, optimizer=torch.optim.SGD, **options):
-    """Steps of an optimizer, and the optimizer: the next forward comes after one."""
+    """Run training steps and return the optimizer; the next forward then follows an optimizer step."""
     optimizer = optimizer(layers.parameters(), lr=1e-3)
     for _ in range(steps):
         x = torch.randn(32, HIDDEN, dtype=torch.bfloat16)
@@ -69,7 +69,7 @@ def together_in(names):
 
 
 def alone(layers):
-    """The same layers with their scales, whose weights have never been quantised together with others."""
+    """A copy of the layers and scales, whose weights have never been quantised together with others."""
     return copy.deepcopy(layers)
 
 
@@ -109,7 +109,7 @@ def test_one_launch_quantises_all_weights_of_a_model(recipe, optimizer):
 
 
 def test_parameters_that_take_the_place_of_others_in_an_optimizer(recipe):
-    """As many as before: what the optimizer has written is known of those that it has now."""
+    """The optimizer has as many parameters as before, and its writes to the new parameters must be noticed."""
     layers = model()
     optimizer = trained(layers, recipe, optimizer=OPTIMIZERS["fused AdamW"])
     for module in layers.modules():
@@ -137,7 +137,7 @@ def test_a_forward_that_finds_its_weights_fresh_launches_nothing_for_them(recipe
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_bytes_and_scales_are_those_of_the_recipe(recipe, dtype):
-    """Against independent torch code, with the values that rounding is about."""
+    """The reference is independent torch code, and the weights have edge cases of rounding."""
     layers = torch.nn.ModuleList(
         te.Linear(inputs, outputs, bias=False, params_dtype=dtype, device="cpu")
         for inputs, outputs in [(144, 272), (16, 32), (128, 128), (304, 16)]
@@ -244,7 +244,7 @@ def test_frozen_weights_take_no_part(recipe):
     x = torch.randn(32, HIDDEN, dtype=torch.bfloat16)
     names, _ = launches_of(lambda: forward(layers, x, recipe))
     assert together_in(names) == TOGETHER[name_of(recipe)]
-    # Under delayed scaling it is quantised with another scale.
+    # Under delayed scaling the frozen weight is quantised again, with another scale.
     expected = 5 if name_of(recipe) == "delayed" else 4
     layers = trained_again(layers, recipe)
     assert casts(lambda: forward(layers, x, recipe)) == expected
@@ -269,7 +269,7 @@ def test_a_layer_that_is_left_out_keeps_no_memory_and_is_right_when_it_comes_bac
 
 
 def _buffers():
-    """Tensors of bytes that are alive."""
+    """The number of byte tensors that are alive."""
     return sum(
         type(object_) is torch.Tensor and object_.dtype == torch.uint8
         for object_ in gc.get_objects()
@@ -356,7 +356,7 @@ def test_weights_in_parts_take_part(recipe):
 
 
 def test_each_type_and_recipe_has_a_launch_of_its_own():
-    """Layers of two recipes in turns."""
+    """The layers alternate between two recipes."""
     layers = model()
     recipes = [Float8CurrentScaling(), Float8BlockScaling()]
     optimizer = torch.optim.SGD(layers.parameters(), lr=1e-3)
@@ -404,7 +404,7 @@ def test_regions_of_single_layers_waste_no_work_for_long(recipe):
         got[0].float().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    # After the first launch, whose weights nobody came for, they are quantised alone again.
+    # No layer used the weights of the first joint launch, so weights are quantised one by one again.
     assert count[0] == count[2] == 5
 
 
