@@ -94,7 +94,7 @@ def learned():
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("recipe", [None, *RECIPES])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_learned_launches_have_the_bits_of_the_librarys(shape, recipe, kind):
+def test_learned_launches_have_the_bits_of_the_library(shape, recipe, kind):
     if kind == "fast" and recipe in (None, "block"):
         pytest.skip("fast accumulation is for scales of whole tensors")
     product = Product(shape, recipe, kind)

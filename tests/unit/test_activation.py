@@ -26,7 +26,7 @@ def make(function, rows, cols, dtype, seed=0, *, edges=False):
     if edges:
         x = ref.edge_values(dtype, x.numel(), seed).view(shape)
         if function.halves == 2:
-            # Every peculiar value of one half meets ordinary ones and peculiar ones of the other.
+            # Every special value of one half meets both ordinary and special values of the other half.
             x = x[:, torch.randperm(shape[1], generator=generator)].contiguous()
     dy = torch.randn(rows, cols, generator=generator)
     return x.to(dtype), dy.to(dtype)
@@ -52,8 +52,8 @@ def test_backward_against_autograd(function, dtype, edges):
     dispatch.activation_backward(dy, x, function, out)
     expected, _ = ref.differentiate(dy, x, function)
     if edges:
-        # FP32 cannot tell inf * 0 from the limit, nor FP64 a square beyond 1e308; both are NaN or not together
-        # wherever the input is a number.
+        # Only finite inputs are compared. FP32 cannot tell inf * 0 from the limit, and FP64 cannot hold a square beyond
+        # 1e308. For a finite input both results are NaN, or neither is.
         finite = x.isfinite()
         if function.halves == 2:
             g, linear = ref.split(x, function.interleave)
@@ -77,7 +77,7 @@ def ref_interleave(pair, function):
 
 
 def slope_magnitude(dy, x, function, finite=None):
-    """What the gradient's two terms are each at most: near the slope's zero they cancel."""
+    """A bound on each of the gradient's two terms, which cancel near the slope's zero."""
     x = x.double() if finite is None else torch.where(finite, x.double(), 0.0)
     up = dy.double().abs()
     if function.halves == 1:
@@ -129,7 +129,7 @@ def test_fp8(function, fmt, layouts, gradient):
 
 
 def test_amax_is_of_the_unrounded_value():
-    # 3.0625 is no bfloat16 and no FP8 number, but silu(3.2...) in FP32 is neither: the amax must be the FP32 value.
+    # silu(3.25) is neither a bfloat16 nor an FP8 number: the amax must be its FP32 value.
     x = torch.tensor([[3.25]], dtype=torch.bfloat16)
     amax = torch.zeros(1)
     function = ActivationFunction("silu")

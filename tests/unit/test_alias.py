@@ -1,4 +1,4 @@
-"""te_fast_alias: code that imports ``transformer_engine`` gets te_fast, unless the other is there."""
+"""te_fast_alias: code that imports ``transformer_engine`` gets te_fast, unless another package has that name."""
 
 import zipfile
 from pathlib import Path
@@ -55,7 +55,7 @@ with te.autocast(recipe=DelayedScaling()):
 
 
 def test_modules_say_whose_they_are(fresh):
-    """Lightning replaces linear layers of models in which no module says that it is Transformer Engine's."""
+    """Lightning replaces the linear layers of a model if no module's class belongs to Transformer Engine."""
     fresh(f"""{START}
 import te_fast.pytorch
 before = pickle.dumps(te_fast.pytorch.Linear)
@@ -83,7 +83,7 @@ assert te.Float8Tensor.__module__ == "te_fast.pytorch"
 
 
 def test_versions(fresh):
-    """What Megatron-LM, Accelerate and Lightning ask."""
+    """Megatron-LM, Accelerate and Lightning ask for the version in these ways."""
     fresh(f"""{START}
 te_fast_alias.install()
 version = importlib.metadata.version("transformer-engine")

@@ -25,7 +25,7 @@ def relative(got, wanted):
 
 
 class Case:
-    """Heads of sequences of some lengths, padded to the longest, and what the formula gives for them."""
+    """Heads of sequences, padded to the longest sequence, and the formula's results for them."""
 
     def __init__(self, lengths_q, lengths_k, *, groups=GROUPS, d_v=D, dtype=F64):
         self.lengths_q, self.lengths_k = lengths_q, lengths_k
@@ -58,14 +58,14 @@ class Case:
         return torch.stack(rows)
 
     def masks(self):
-        """Padding masks ``(batch, 1, 1, size)``, True where there is nothing."""
+        """Padding masks ``(batch, 1, 1, size)``, True behind the end of a sequence."""
         return tuple(
             (torch.arange(size) >= torch.tensor(lengths)[:, None])[:, None, None]
             for size, lengths in ((self.queries, self.lengths_q), (self.keys, self.lengths_k))
         )
 
     def given(self, fmt):
-        """The heads as a format has them."""
+        """The heads in the layout of a format."""
         if fmt == "bshd":
             return self.leaves()
         if fmt == "sbhd":
@@ -269,7 +269,8 @@ def test_capped_scores(fmt, kind, window):
 @pytest.mark.parametrize("where", ["pre_scale_bias", "post_scale_bias"])
 @pytest.mark.parametrize("softmax", ["vanilla", "learnable"])
 def test_capped_scores_with_biases_and_sinks(where, softmax):
-    # A bias from before the scale is within the bounds, one from behind it is not: as Transformer Engine 2.20.2 has it.
+    # As in Transformer Engine 2.20.2, the cap applies to a bias that is added before the scale, and not to a bias that
+    # is added after the scale.
     case = Case([6, 6], [6, 6], d_v=4)
     options = {"softmax_type": softmax, "return_max_logit": True, "device": "cpu"}
     layer = module(channels=(D, 4), qkv_format="bshd", attn_mask_type="causal", **options).to(F64)

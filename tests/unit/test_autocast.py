@@ -281,7 +281,7 @@ def test_any_sequence_of_regions_ends_where_it_began():
 
 @pytest.fixture
 def two_gpus(monkeypatch):
-    """Two GPUs as torch shows them, of Ada and of Hopper; returns what makes one the current device."""
+    """Let torch show two GPUs, a Hopper and an Ada; return the function that sets the current device."""
     from te_fast.runtime import autocast, global_state, support
 
     current = [0]
@@ -308,7 +308,7 @@ def two_gpus(monkeypatch):
 
 
 def test_a_recipe_is_checked_on_each_kind_of_gpu(two_gpus):
-    """What the first GPU runs, a second of another kind may not, also where the very recipe object ran on the first."""
+    """A second GPU of another kind may refuse a recipe of the first GPU, even if the recipe object ran there."""
     recipe, region = Float8BlockScaling(), q.autocast(recipe=Float8BlockScaling())
     for entered in (q.autocast(recipe=recipe), region, q.autocast(recipe=DelayedScaling())):
         with entered:
@@ -335,7 +335,7 @@ def test_the_default_recipe_is_that_of_the_current_gpu(two_gpus):
 
 
 class Nested(DelayedScaling):
-    """A recipe whose description, which the region asks for, uses that region."""
+    """A recipe whose description uses the region that asks for the description."""
 
     def _describe(self):
         if self.region is not None:
@@ -371,7 +371,7 @@ def test_a_region_may_be_used_by_what_entering_and_leaving_it_run():
 
 
 class Farewell:
-    """A process group whose end uses the state that held it."""
+    """A process group whose finalizer uses the state that held the group."""
 
     def __init__(self, seen):
         self.seen = seen

@@ -1,4 +1,4 @@
-"""Threads in autocast regions: each in its own; one that has entered none in that of another."""
+"""Autocast regions of threads: a thread that has entered no region is in the region of another thread."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _fresh_state():
 
 
 class Turns:
-    """Runs the steps of two threads in one order: each is a thread's number and a function of nothing."""
+    """Runs the steps of two threads in one order; a step is a thread's number and a function without arguments."""
 
     def __init__(self):
         self.failure = None
@@ -55,7 +55,7 @@ class Turns:
 
 
 def seen():
-    """What a layer of this thread would do: its recipe, or None in high precision."""
+    """The recipe that a layer of this thread would use, or None in high precision."""
     manager = FP8GlobalStateManager
     return manager.get_fp8_recipe() if manager.is_fp8_enabled() else None
 
@@ -99,7 +99,7 @@ def test_layers_of_two_threads_compute_by_their_own_recipes():
         with torch.no_grad(), te.autocast(recipe=recipe):
             wanted.append(layer(x))
     with torch.no_grad():
-        assert not torch.equal(wanted[0], layers[0](x))  # high precision is something else
+        assert not torch.equal(wanted[0], layers[0](x))  # high precision gives another result
     failures = []
 
     def work(number):
@@ -140,7 +140,7 @@ def test_a_thread_inside_of_a_region_is_in_it():
 
 
 def test_training_in_two_threads_is_that_of_one():
-    """Recipes without histories: nothing that a thread does reaches the other's numbers."""
+    """The recipes keep no histories, so neither thread changes the other's numbers."""
 
     def make():
         torch.default_generator.manual_seed(2)
@@ -208,7 +208,7 @@ def gradients_of_a_recomputation(make, recipe, meanwhile):
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("recipe", [CURRENT, DelayedScaling()], ids=["current", "delayed"])
 def test_a_recomputation_keeps_to_its_thread(name, recipe):
-    """Another one leaves a region meanwhile, and runs a layer of its own."""
+    """Another thread leaves a region meanwhile, and runs a layer of its own."""
     wanted = gradients_of_a_recomputation(LAYERS[name], recipe, lambda: None)
     entered, leave = threading.Event(), threading.Event()
     layer, results = LAYERS[name](), []
@@ -231,12 +231,12 @@ def test_a_recomputation_keeps_to_its_thread(name, recipe):
     other.start()
     assert entered.wait(30)
     got = gradients_of_a_recomputation(LAYERS[name], recipe, meanwhile)
-    assert results == [recipe]  # it is in no region of its own, and sees the one of this thread
+    assert results == [recipe]  # the other thread has no region then, and sees this thread's
     assert all(map(torch.equal, got, wanted))
 
 
 def test_a_recomputation_of_one_thread_is_not_that_of_another(monkeypatch):
-    """A layer of the second thread neither notes its scales nor runs as for a later recomputation."""
+    """A layer of the second thread keeps no scales for a recomputation, and is in no recomputation phase."""
     recipe = DelayedScaling(amax_history_len=2)
     layers, x = [te.Linear(16, 16, device="cpu") for _ in range(2)], torch.ones(16, 16)
     asked = []

@@ -76,7 +76,7 @@ def test_linear_against_fp64(scaling, override, dtype):
     check(x.grad, dy.double() @ wq, dtype)
     check(layer.weight.grad, dy.double().t() @ xq, dtype)
     check(layer.bias.grad, dy.double().sum(0), dtype)
-    # The two differ by what FP8 rounds away, and from FP8's own backward.
+    # The two overrides differ by FP8's rounding, and both differ from FP8's own backward.
     other = linear(dtype)
     step(other, x, dy, recipe_of(scaling, ({"high_precision", "dequantized"} - {override}).pop()))
     for gradient in (plain.weight.grad, other.weight.grad):
@@ -125,7 +125,7 @@ def test_a_chain_against_fp64(scaling, override):
         y = net(x)
     y.backward(dy)
     xq, w1 = operands(x, first.weight, scaling, override)
-    # The value in between, as forward has it.
+    # `h` is the value between the layers, as forward computes it.
     with te.autocast(recipe=recipe_of(scaling)), torch.no_grad():
         h = first(x)
     hq, w2 = operands(h.relu(), second.weight, scaling, override)
@@ -155,7 +155,7 @@ def test_only_one_gradient(scaling, override, frozen):
 
 
 def kept_bytes(layer, x, recipe):
-    """Bytes of the tensors kept for backward that are none of the caller's."""
+    """Bytes of the tensors that are kept for backward, without the caller's tensors."""
     own = {x.data_ptr(), *(parameter.data_ptr() for parameter in layer.parameters())}
     kept = []
     with (
@@ -238,7 +238,7 @@ def test_main_grad_and_delayed_weight_gradients(scaling, override, split):
 @OVERRIDES
 @pytest.mark.parametrize("split", [None, ("q", "k")], ids=["whole", "split"])
 def test_torch_autocast_and_checkpoint(override, split):
-    """FP32 parameters, BF16 activations; a recomputation outside of the region repeats it."""
+    """Parameters are FP32, activations BF16; a recomputation outside of the region repeats the region."""
     recipe = recipe_of("current", override)
     gradients = []
     for remade in (False, True):
@@ -283,7 +283,7 @@ def test_padded_rows_copies_and_recipes_in_turn(override):
 
 
 def test_save_original_input_goes_with_either():
-    """As in Transformer Engine: ``high_precision`` implies it, ``dequantized`` rules it out."""
+    """As in Transformer Engine, ``high_precision`` implies the option and ``dequantized`` rules the option out."""
     for override in ("high_precision", "dequantized"):
         layer, plain = linear(save_original_input=True), linear()
         x, dy = data(layer)

@@ -33,7 +33,7 @@ def test_value_and_gradient(score_function, experts):
     expected = COEFF * experts / (TOPK * TOKENS**2) * (scores.sum(0) * counts).sum()
     (3 * expected).backward()
     torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=0)
-    # What cancels is as large as a score's gradient, of which FP32 has seven digits.
+    # The terms that cancel are as large as a score's gradient, and FP32 has seven digits of each term.
     largest = COEFF * experts / (TOPK * TOKENS**2) * counts.max().item()
     torch.testing.assert_close(logits.grad.double(), theirs.grad, rtol=1e-4, atol=1e-6 * largest)
 

@@ -1,4 +1,4 @@
-"""Calls of layers whose ``forward`` is not the layer's own: a mixin's, or one that was put in its place."""
+"""Calls of layers whose ``forward`` is not the layer's own: a mixin's, or a function in place of the method."""
 
 from unittest import mock
 
@@ -24,7 +24,7 @@ every_class = pytest.mark.parametrize("name", _CLASSES)
 
 
 class _Scaled:
-    """What adapters and quantisers do: take a keyword of their own, and go on with the layer's forward."""
+    """A mixin like those of adapters and quantisers: it takes a keyword of its own and calls the layer's forward."""
 
     def forward(self, hidden, *others, factor=1.0, **keywords):
         return super().forward(hidden, *others, **keywords) * factor
@@ -50,7 +50,7 @@ def test_forward_of_a_mixin(name, x):
     expected = 3.0 * base.forward(layer, x)
     assert torch.equal(layer(x, factor=3.0), expected)
     assert torch.equal(layer(hidden=x, factor=3.0), expected)
-    # And of classes that derive from one with a forward of its own.
+    # The same holds for classes that derive from such a class.
     layer.__class__ = type("Derived", (scaled,), {})
     assert torch.equal(layer(x, factor=3.0), expected)
 

@@ -22,7 +22,7 @@ def tensor(rows, cols=COLS, dtype=torch.bfloat16):
 
 
 def spans(splits):
-    """First row, rows, and first row where each group begins at a multiple of 128."""
+    """Yield each group's first row, its rows, and its first row where groups begin at multiples of 128."""
     first = padded = 0
     for rows in splits:
         yield first, rows, padded
@@ -96,7 +96,7 @@ def test_stacks_of_weights_are_each_quantised_by_itself(name, shape):
 def test_edge_values_stay_in_their_group(name, value):
     x, recipe = tensor(sum(SPLITS)), RECIPES[name]()
     clean = dispatch.quantize_groups(x, counts(SPLITS), recipe, columnwise=True)
-    x[140] = value  # of the group of 129 rows
+    x[140] = value  # this row is in the group of 129 rows
     found = dispatch.quantize_groups(x, counts(SPLITS), recipe, columnwise=True)
     for group, (first, rows, padded) in enumerate(spans(SPLITS)):
         if group == 4 or not rows:

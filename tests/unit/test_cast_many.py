@@ -114,7 +114,7 @@ def test_an_optimizer_quantises_all_weights_at_once(kind, options):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("kind", KINDS)
 def test_master_weights_are_rounded_by_their_cast(kind, dtype, count):
-    """Of the type that weights have in name, which overflows; nothing else reads or writes them."""
+    """The cast rounds to the weights' nominal type, which overflows; no other launch touches the weights."""
     weights = tensors_of(kind, SHAPES[:count], dtype)
     masters = values_of(SHAPES, torch.float32, "cpu", seed=3)[:count]
     masters[0].view(-1)[:3] = torch.tensor([3.4e38, -65520.0, 1.00390625])

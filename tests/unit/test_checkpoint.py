@@ -1,4 +1,4 @@
-"""Activation checkpointing: gradients and scales are those of a run without, bit for bit."""
+"""Activation checkpointing: gradients and scales are those of a run without checkpoints, bit for bit."""
 
 import threading
 
@@ -46,7 +46,7 @@ def mlp(seed, **options):
 
 
 def recomputed_mlp(seed):
-    """Its own recomputation inside of the other."""
+    """An MLP whose own recomputation is inside of the other recomputation."""
     return mlp(seed, checkpoint=True)
 
 
@@ -61,7 +61,7 @@ def chain(seed):
 
 
 def mixed_chain(seed):
-    """Two groups of ops, with a module of torch's in between."""
+    """Two groups of ops, with a torch module in between."""
     torch.default_generator.manual_seed(seed)
     options = {"device": "cpu", "dtype": torch.bfloat16}
     ops = te.ops.Linear(64, 64, **options), nn.Tanh(), te.ops.Linear(64, 64, **options)
@@ -69,7 +69,7 @@ def mixed_chain(seed):
 
 
 def frozen_chain(seed):
-    """Its linear ops hand FP8 on to each other: only the first one has a weight gradient."""
+    """A chain whose linear ops pass FP8 to each other: only the first op has a weight gradient."""
     torch.default_generator.manual_seed(seed)
     options = {"device": "cpu", "dtype": torch.bfloat16}
     made = te.ops.Sequential(*(te.ops.Linear(64, 64, **options) for _ in range(3)))
@@ -109,14 +109,14 @@ def norm_chain(seed):
     )
 
 
-#: What makes a layer, and what makes the same one without recomputation of its own.
+#: Functions that make a layer with recomputation of its own, and functions that make the same layer without it.
 PLAIN = {recomputed_mlp: mlp, recomputed_norm_mlp: norm_mlp}
 MAKES = [mlp, recomputed_mlp, chain, mixed_chain, frozen_chain]
 MAKES += [norm_linear, norm_mlp, recomputed_norm_mlp, norm_chain]
 
 
 class Tracker:
-    """As CudaRNGStatesTracker, with a number for a state."""
+    """A tracker like CudaRNGStatesTracker, whose state is a number."""
 
     state = 1
 
@@ -163,7 +163,7 @@ def scales(net):
 
 
 def train(net, recipe, *, steps=4, region_inside=False, in_flight=1, input_grad=True):
-    """Everything that a few steps leave; scales change strongly from step to step."""
+    """Return everything that a few steps leave; scales change strongly from step to step."""
     seen = []
     torch.default_generator.manual_seed(11)
     for i in range(steps):
@@ -218,7 +218,7 @@ def test_programs_several_forwards_before_their_backwards(make, reentrant):
 
 @pytest.mark.parametrize("make", [linear, mlp], ids=lambda make: make.__name__)
 def test_first_layer_is_frozen(make):
-    """It has no node in backward: the next one's updates the backward scales."""
+    """The first layer has no node in backward, so the next layer's node updates the backward scales."""
     nets = Net(["all"], reentrant=False, make=make), Net([], make=make)
     for net in nets:
         for parameter in net.layers[0].parameters():
@@ -230,7 +230,7 @@ CONTEXTS = {"context_fn": get_activation_recompute_contexts, "use_reentrant": Fa
 
 
 class NetOfContexts(Net):
-    """The regions are given to what checkpoints, as MosaicML's Composer does."""
+    """A net that gives the regions to the checkpoint function, as MosaicML's Composer does."""
 
     def __init__(self, checkpointed, function):
         super().__init__(checkpointed)
@@ -265,7 +265,7 @@ def test_a_graph_that_is_kept_takes_its_scales_twice():
 @REENTRANT
 @pytest.mark.parametrize("make", [te.Linear, te.LayerNormLinear, te.LayerNormMLP])
 def test_a_bias_that_is_returned_stays_a_parameter(recipe, reentrant, make):
-    """As Megatron-LM's linear layers return it, for a fused addition."""
+    """Megatron-LM's linear layers return the bias for a fused addition."""
     found = []
     for checkpointed in (False, True):
         torch.default_generator.manual_seed(0)
@@ -300,7 +300,7 @@ def test_the_region_is_inside(recipe):
 
 
 def test_backward_inside_another_region():
-    """The second run is under the region of the first, whatever surrounds it."""
+    """The second run is in the region of the first run, whatever region surrounds the backward."""
     results = []
     for checkpointed in ([], [1]):
         net = Net(checkpointed)
@@ -325,7 +325,7 @@ def test_outside_of_fp8(reentrant):
 
 
 def test_quantize_repeats_its_scale():
-    """In the second run it rounds with the first one's scale, and records no maximum."""
+    """In the second run the op rounds with the first run's scale, and records no maximum."""
     found = []
     for checkpointed in (False, True):
         quantize = te.ops.Quantize()
@@ -371,7 +371,7 @@ def test_phases():
 
 
 def test_phases_by_hand():
-    """As Megatron-LM's own checkpointing calls them."""
+    """Megatron-LM's own checkpointing enters the phases in this way."""
     layer, x = linear(0), torch.randn(32, 64).bfloat16()
     recipe = DelayedScaling()
     with te.autocast(recipe=recipe), activation_recompute_forward(True, False):
@@ -440,7 +440,7 @@ def test_states_of_a_random_number_tracker(reentrant):
 
 @pytest.mark.parametrize("kind", ["split", "torch autocast", "rows to pad"])
 def test_torchs_own_after_the_region_repeats_it(recipe, kind):
-    """Also where a call leaves the native fast path."""
+    """The recomputation repeats the region even where a call leaves the native fast path."""
     options = {"parameters_split": ("q", "k")} if kind == "split" else {}
     dtype = torch.float32 if kind == "torch autocast" else torch.bfloat16
     found = []
@@ -457,7 +457,7 @@ def test_torchs_own_after_the_region_repeats_it(recipe, kind):
 
             with te.autocast(recipe=recipe):
                 y = torch_checkpoint(function, x, use_reentrant=False) if remade else function(x)
-            if recipe.delayed():  # whose second run has the scales of the time: those of now, again
+            if recipe.delayed():  # the second run uses current scales: make them the first run's
                 layer.fp8_meta["scaling_fwd"].reset()
             y.square().sum().backward()
             found.append([x.grad, *(parameter.grad for parameter in layer.parameters())])
@@ -468,7 +468,7 @@ def test_torchs_own_after_the_region_repeats_it(recipe, kind):
 
 @REENTRANT
 def test_torchs_own_outside_of_fp8(reentrant):
-    """It ends a recomputation by an exception, which is not an error of the layer's."""
+    """torch's checkpoint ends a recomputation by an exception, which is no error of the layer."""
     layer = linear(0)
     x = torch.randn(32, 64).bfloat16().requires_grad_()
     layer(x).sum().backward()
@@ -502,7 +502,7 @@ def python_chain(seed):
 @REENTRANT
 @pytest.mark.parametrize("make", [linear, norm_mlp, recomputed_norm_mlp, chain, python_chain])
 def test_high_precision_stays_so_where_a_forward_in_fp8_follows(recipe, make, reentrant):
-    """The recomputation is that of its own forward, whatever region the layer last ran in."""
+    """The recomputation repeats its own forward, whatever region the layer last ran in."""
     found = []
     for checkpointed in (False, True):
         layer = make(0)
@@ -519,7 +519,7 @@ def test_high_precision_stays_so_where_a_forward_in_fp8_follows(recipe, make, re
 
 @pytest.mark.parametrize("rows", [16, 13])
 def test_torchs_own_repeats_the_region_of_operations_in_python(rows):
-    """Rows are padded in both runs, and rounded to FP8 by what is no native program."""
+    """Both runs pad the rows, and round them to FP8 outside of any native program."""
     options = {"device": "cpu", "dtype": torch.bfloat16}
     te_fast.auto_pad(True)
     try:
@@ -540,7 +540,7 @@ def test_torchs_own_repeats_the_region_of_operations_in_python(rows):
 
 
 def test_phases_of_two_threads_end_with_their_regions():
-    """Whatever order two threads leave in, neither's flags stay on, and neither sees the other's phase."""
+    """Two threads may leave in any order: no flag stays on, and neither thread sees the other's phase."""
     turns, seen = [threading.Event() for _ in range(4)], {}
 
     def flags():
@@ -610,7 +610,7 @@ def test_a_recomputed_layer_has_a_place_in_the_recompute_buffer(make):
     places = [layer.fp8_meta[key] for layer in layers]
     buffer = manager.quantization_state.fp8_tensors_recompute_buffer
     assert places[1] == places[0] + 1 == len(buffer) - 1
-    # The layers took their scales back by themselves.
+    # The layers have already restored their own scales.
     with pytest.raises(StateError, match="copy_forward_fp8_meta_tensors_for_recompute"):
         manager.get_old_fp8_meta_tensors_for_recompute(layers[0].fp8_meta)
     manager.reset()

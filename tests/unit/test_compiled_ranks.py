@@ -21,7 +21,7 @@ pytestmark = [
 
 
 def run(fresh, folder, *scenes):
-    """What each of two ranks saw, by scene."""
+    """Run two ranks; return the results of each, by scene."""
     program = (
         "import runpy, sys; sys.argv[1:] = {}; sys.path.insert(0, {!r}); "
         "runpy.run_module('compiled_rank', run_name='__main__')"
@@ -39,7 +39,7 @@ def check(ranks, scene):
         for rank in (first, second):
             alike, operators = rank[name]
             assert alike, name
-            # The layers are in the graphs, not beside them.
+            # The graphs contain the layers' operators.
             assert operators > 0, name
     assert gradients
     assert first.keys() - gradients
@@ -58,13 +58,13 @@ EVERY = "none+delayed+current+block:3"
     ids=["one", "every"],
 )
 def test_compiled_models_train_as_eager_ones(fresh, tmp_path, data_parallel, sharded):
-    """Maxima are reduced over the ranks at the end of the region; FSDP2 gathers parameters into memory of no trace."""
+    """Maxima are reduced over the ranks at the end of the region; FSDP2 gathers parameters into new memory."""
     scenes = [f"ddp:{data_parallel}"]
-    if _VERSION >= (2, 11):  # an FSDP2 that runs without a GPU
+    if _VERSION >= (2, 11):  # FSDP2 runs without a GPU
         scenes.append(f"fsdp:{sharded}")
     ranks = run(fresh, tmp_path, *scenes)
     for one, two in check(ranks, "ddp"):
-        assert one == two  # averaged over both
+        assert one == two  # gradients are averaged over both ranks
     if _VERSION >= (2, 11):
         for one, two in check(ranks, "fsdp"):
-            assert one != two  # shards
+            assert one != two  # each rank has its own shard

@@ -125,7 +125,7 @@ def test_any_number_of_rows_with_auto_pad(kind, recipe):
         te_fast.auto_pad(former)
 
 
-# What is returned --------------------------------------------------------------------------------
+# Returned tensors --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "high precision"])
@@ -139,7 +139,7 @@ def test_return_layernorm_output(kind, fp8):
     wanted = chain.exact(layer, x, grad)
     assert_close({"ln": ln}, wanted, 2e-6)
     torch.autograd.backward([y, ln], [grad, torch.ones_like(ln)])
-    # The gradients of the norm are those of both results; the linear ops see the first one's alone.
+    # The norm gets the gradients of both results. The linear ops get the gradient of the first result alone.
     both = chain.exact(layer, x, grad, torch.ones_like(ln))
     only = chain.exact(layer, x, grad)
     got, former = gradients(layer, x), gradients(plain, twin)
@@ -235,7 +235,7 @@ def test_no_rows_leave_a_weight_gradient_for_later(kind, fuse):
             layer.backward_dw()
 
 
-# Gradients that go their own way -----------------------------------------------------------------
+# main_grad and delayed gradients -----------------------------------------------------------------
 
 
 def weights(layer):
@@ -335,7 +335,7 @@ def subsets(layer):
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("rows", [32, 0])
 def test_delayed_weight_gradients_mark_their_parameters(kind, fp8, split, rows):
-    """Megatron-LM's hook after `backward_dw` asserts that there is a `.grad`, and adds it if not told."""
+    """Megatron-LM's hook after `backward_dw` asserts `.grad`, and adds it unless `grad_added_to_main_grad` is set."""
     options = {"delay_wgrad_compute": True, "fuse_wgrad_accumulation": True, "device": "cpu"}
     parts = {"parameters_split": ("a", "b")} if split else {}
     layers = [te.Linear(64, 48, **options, **parts)]
@@ -374,7 +374,7 @@ def test_frozen_parts(kind, fp8, input_grad):
         leaf = x.detach().requires_grad_(input_grad)
         with te.autocast(enabled=fp8, recipe=recipe):
             y = layer(leaf)
-        # Without any gradient the activation may be part of the product.
+        # Where nothing needs a gradient, the activation may be fused into the product.
         assert chain.relative(y, wanted_y) <= 1e-6
         everything = len(frozen) == len(list(layer.parameters())) and not input_grad
         assert y.requires_grad != everything
@@ -514,7 +514,7 @@ def test_saved_tensor_hooks_see_what_is_kept(kind, fp8):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_torch_checkpoint_gives_the_same_gradients(kind, recipe, reentrant):
-    # A forward without any gradient may compute GELU within the product, and round otherwise.
+    # A forward that needs no gradient may fuse GELU into the product, which rounds differently.
     options = {"activation": "silu"} if kind == "mlp" else {}
     layer, plain = make(kind, **options), make(kind, **options)
     x, grad = data(layer)
@@ -524,7 +524,7 @@ def test_torch_checkpoint_gives_the_same_gradients(kind, recipe, reentrant):
     with te.autocast(recipe=recipe):
         again = checkpoint(layer, x, use_reentrant=reentrant)
     if recipe.delayed():
-        # Other scales are in force by then, those of a step to come; te_fast keeps none for torch's checkpoint.
+        # The recomputation uses the scales of the next step, because te_fast keeps no scales for torch's checkpoint.
         following, leaf = copy.deepcopy(layer), x.detach().requires_grad_()
         step(following, leaf, grad, recipe)
         wanted = gradients(following, leaf)
@@ -532,8 +532,8 @@ def test_torch_checkpoint_gives_the_same_gradients(kind, recipe, reentrant):
     assert torch.equal(y, again)
     found = gradients(layer, x)
     if recipe.delayed() and not reentrant:
-        # torch gives recomputed tensors to the first run's own node, whose weights keep their scales: what has passed
-        # through one differs by the roundings of the weight, each at most 2^-4.
+        # torch gives recomputed tensors to the first run's own node, whose weights keep their scales. A gradient that
+        # has passed through a weight differs by the weight's rounding errors, each at most 2^-4.
         last, _ = chain.linears(layer)[-1]
         assert torch.equal(found.pop(f"d{last}"), wanted[f"d{last}"])
         assert_close(found, wanted, 2**-3)
@@ -629,7 +629,7 @@ def test_calibration_takes_the_maxima_of_fp8(kind):
         found = layer.fp8_meta["scaling_fwd"].amax_history[0].clone()
     assert chain.relative(y, make(kind)(x)) <= 1e-6
     assert found.numel() == 3 * len(weights(layer))
-    # fc2's input differs by what FP8 makes of fc1.
+    # fc2's input differs by the FP8 rounding of fc1.
     assert torch.allclose(found[:2], wanted[:2], rtol=1e-5)
     assert torch.allclose(found, wanted, rtol=0.1)
     assert (found.view(-1, 3)[:, :2] > 0).all()
@@ -678,7 +678,7 @@ def test_meta_device_then_reset(kind):
     layer = make(kind, device="meta")
     assert all(p.is_meta for p in layer.parameters())
     direct = copy.deepcopy(layer)
-    direct.reset_parameters()  # makes them real itself
+    direct.reset_parameters()  # this makes the parameters real without to_empty
     layer = layer.to_empty(device="cpu")
     layer.reset_parameters()
     for each in (layer, direct):
@@ -770,7 +770,7 @@ def test_unsupported_arguments_are_named(kind, options):
 def test_unknown_norm(kind):
     with pytest.raises(ValueError, match="normalization must be one of") as caught:
         make(kind, normalization="BatchNorm")
-    assert isinstance(caught.value, AssertionError)  # as Transformer Engine's
+    assert isinstance(caught.value, AssertionError)  # Transformer Engine raises an AssertionError
 
 
 @pytest.mark.parametrize(
@@ -786,7 +786,7 @@ def test_attributes_that_change_after_a_forward(kind, recipe, name, value):
     layer, other = make(kind), make(kind, **{name: value})
     other.load_state_dict(layer.state_dict())
     x, _ = data(layer)
-    with torch.no_grad(), te.autocast(recipe=recipe):  # which leaves the scales
+    with torch.no_grad(), te.autocast(recipe=recipe):  # the scales do not change
         layer(x)
         other(x)
     setattr(layer, name, value)

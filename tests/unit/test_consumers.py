@@ -33,7 +33,7 @@ def region(recipe):
 
 
 def linear_of(recipe):
-    """The linear op of the references: torch's, or that of quantised operands."""
+    """The linear op of the references: torch's function, or a product of quantised operands."""
     return functional.linear if recipe is None else QuantizedLinear(name_of(recipe))
 
 
@@ -43,7 +43,7 @@ def wide(*tensors):
 
 
 def close(got, wanted, recipe):
-    """FP32; in FP8, a rare operand lies so close to the middle of two FP8 numbers that the order of sums decides."""
+    """Compare; the bound is wider in FP8, where the order of sums may decide how an operand is rounded."""
     error = (got.double() - wanted).norm() / wanted.norm()
     assert error < (1e-5 if recipe is None else 5e-3), error
 
@@ -143,7 +143,7 @@ def test_two_chains_of_an_adapter(recipe):
     hidden = functional.rms_norm(leaves[0], (64,), gamma, layer.eps)
     linear = linear_of(recipe)
     expected = linear(hidden, weight, bias)
-    if recipe is not None:  # what is handed out is what Quantize left
+    if recipe is not None:  # the fork hands out the quantised values
         hidden = hidden + (linear.quantized(hidden, 0, "x") - hidden).detach()
     expected = expected + 2 * hidden @ leaves[1].T @ leaves[2].T
     expected.square().sum().backward()
@@ -153,7 +153,7 @@ def test_two_chains_of_an_adapter(recipe):
 
 
 class Adapted(nn.Linear):
-    """What a layer becomes by its class: a forward that calls the layer's own."""
+    """A class that a layer is given, whose forward calls the layer's own forward."""
 
     def forward(self, x):
         return self.own_forward(x) + self.up(self.down(x))
@@ -198,11 +198,11 @@ def test_a_layer_that_becomes_another_class_with_layers_in_it(recipe, has_run):
     assert layer.weight.grad is None
 
 
-# Megatron-LM's habits beside the ops: layers that are subclassed, recipes made anew, buffers that optimizers write.
+# Other patterns of Megatron-LM: subclassed layers, recipes that are made anew, buffers that optimizers write.
 
 
 class MegatronLinear(te.Linear):
-    """As TELinear: attributes before the constructor, ``forward`` called by name, a bias put in place of another."""
+    """A layer like TELinear: attributes before the constructor, ``forward`` called by name, a bias that is replaced."""
 
     def __init__(self, config, *sizes, **options):
         self.config = config
@@ -274,7 +274,7 @@ def test_recipes_that_are_made_anew_for_each_region_make_no_plans(make):
 
 @pytest.mark.parametrize("first", [None, True])
 def test_weights_that_a_gather_writes_are_seen(recipe, first):
-    """Parameters are views of one buffer, new values arrive in that; no version of theirs moves."""
+    """Parameters are views of one buffer; new values arrive in the buffer, and parameters keep their versions."""
     layers = [te.Linear(32, 32, bias=False, **OPTIONS) for _ in range(2)]
     flat = torch.cat([layer.weight.detach().reshape(-1) for layer in layers])
     for layer, part in zip(layers, flat.chunk(2), strict=True):
@@ -287,7 +287,7 @@ def test_weights_that_a_gather_writes_are_seen(recipe, first):
         fresh = te.Linear(32, 32, bias=False, **OPTIONS)
         for layer in layers:
             fresh.weight = nn.Parameter(layer.weight.detach().clone())
-            # Without gradients scales stay what they are.
+            # Without gradients the scales do not change.
             with torch.no_grad(), region(recipe):
                 assert torch.equal(layer(x, is_first_microbatch=first), fresh(x)), step
                 # A second microbatch reads the kept weight.

@@ -113,7 +113,7 @@ def test_training_follows_the_model(recipe):
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.6 * losses[0]
-    # What was learnt is in the model's own parameters.
+    # Training has changed the model's own parameters.
     other = Model()
     other.load_state_dict(model.state_dict())
     with te.autocast(recipe=recipe):
@@ -134,12 +134,12 @@ def test_mixtures_compute_what_they_did():
     compare(model, other)
     assert model.layers[0].mlp.experts.ways == ways
     assert list(model.state_dict()) == list(other.state_dict())
-    # No tokens, and calls that are not for it.
+    # The experts also take calls without tokens, and calls that te_fast's program does not cover.
     experts, own = model.layers[0].mlp.experts, other.layers[0].mlp.experts
     numbers = torch.zeros(0, 2, dtype=torch.long)
     assert experts(torch.zeros(0, 64), numbers, torch.zeros(0, 2)).shape == (0, 64)
     x, scores = torch.randn(16, 64), torch.rand(16, 4)
-    for topk in (1, 3):  # another number of experts
+    for topk in (1, 3):  # another number of experts per token
         weights, numbers = scores.topk(topk, -1)
         assert relative(experts(x, numbers, weights), own(x, numbers, weights)) < 1e-5
     assert torch.equal(experts(x, numbers=numbers, weights=weights), own(x, numbers, weights))
@@ -208,7 +208,7 @@ def test_experts_that_only_look_like_them_are_left(monkeypatch):
 
 @pytest.mark.parametrize("in_fp8", [True, False])
 def test_what_follows_attention_computes_what_its_layers_do(recipe, in_fp8, monkeypatch):
-    """Gradients of residual sums differ by a rounding: the norm's backward adds them before it rounds."""
+    """Gradients of residual sums differ by one rounding, because the norm's backward adds before it rounds."""
     model = Model().bfloat16()
     te_fast.convert(model)
     other, recipe = copy.deepcopy(model), recipe if in_fp8 else None
@@ -219,7 +219,7 @@ def test_what_follows_attention_computes_what_its_layers_do(recipe, in_fp8, monk
     assert other.layers[0].forward._tail is None
     assert loss == wanted
     distances = [relative(grad, known[name]) for name, grad in grads.items()]
-    # A rounding of E5M2 that falls the other way is an eighth of the value.
+    # A value that E5M2 rounds the other way differs by an eighth of itself.
     assert max(distances) < (0.1 if in_fp8 else 2e-2), distances
 
 
@@ -280,7 +280,7 @@ def test_other_feed_forward_blocks_stay():
 @pytest.mark.parametrize("options", [{}, {"head_norms": True}, {"how": "eager"}], ids=str)
 @pytest.mark.parametrize("grads", [True, False])
 def test_an_empty_cache_takes_keys_and_values(options, grads):
-    """Transformers makes one in every call, also in training, unless use_cache=False."""
+    """Transformers makes such a cache in every call, also in training, unless use_cache=False."""
     model, other = Model(**options), Model(**options)
     te_fast.convert(model)
     ways, mask = model.layers[0].ways, None
@@ -303,7 +303,7 @@ def test_an_empty_cache_takes_keys_and_values(options, grads):
             for out, m in ((y, model), (wanted, other))
         ]
         assert relative(grads[0][0], grads[1][0]) < 1e-4
-    # What comes behind has a cache that is not empty, and goes the layers' own way.
+    # The cache is not empty in the next call, which therefore runs the layers' own forward.
     more = torch.zeros(1, 1, 16, 32)
     model(TOKENS, attention_mask=more, past_key_values=caches[0])
     assert model.layers[0].ways == ways + 1
@@ -611,7 +611,7 @@ def test_scales_that_do_not_fit_change_nothing():
 @pytest.mark.skipif(not CAN_COMPILE, reason="torch 2.8 or later")
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 def test_a_graph_reads_parameters_that_were_exchanged(recompute):
-    """FSDP2 exchanges them before a compiled block runs, which torchtitan's loop also checkpoints."""
+    """FSDP2 exchanges parameters before a compiled block runs; torchtitan's loop also checkpoints the block."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)

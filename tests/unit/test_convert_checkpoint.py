@@ -1,4 +1,4 @@
-"""Checkpoints from and to Transformer Engine, whose loader is played by classes of its names."""
+"""Checkpoints from and to Transformer Engine; classes with the names of its loader stand in for the loader."""
 
 import collections
 import io
@@ -55,7 +55,7 @@ def _make_float8_blockwise_tensor_in_reduce_ex(*fields):
 
 
 class EngineTensor:
-    """A quantised tensor of Transformer Engine: what its stream says of it."""
+    """A quantised tensor of Transformer Engine, with the fields of its pickle."""
 
     def __init__(self, *fields):
         self.fields = fields
@@ -74,7 +74,7 @@ class EngineTensor:
 
 
 class OldTensor(EngineTensor):
-    """The same as versions before 2.0 write it: by a method of the class."""
+    """A quantised tensor as versions before 2.0 write it: by a method of the class."""
 
     def __reduce_ex__(self, protocol):
         return OldTensor._make_in_reduce_ex, self.fields
@@ -104,7 +104,7 @@ for _path, _names in NAMES.items():
 
 @pytest.fixture
 def engine(monkeypatch):
-    """Modules of Transformer Engine's names while a test writes and reads as it does."""
+    """Modules with Transformer Engine's names, while a test writes and reads as Transformer Engine does."""
     for path, names in NAMES.items():
         parents = path.split(".")
         for count in range(1, len(parents)):

@@ -1,6 +1,6 @@
-"""Saved tensors in the host's memory: gradients are those without, and only so many layers lie on the device.
+"""Saved tensors in the host's memory: gradients do not change, and few layers have tensors on the device.
 
-Here the device is the CPU itself: copies are made at once, and what is released is gone.
+Here the device is the CPU itself: copies are made at once, and released memory is free at once.
 """
 
 import contextlib
@@ -93,7 +93,7 @@ def test_gradients_are_those_without(recipe, count, passes, copies):
 
 
 def test_few_layers_lie_on_the_device(monkeypatch):
-    """Layer 0 is gone when layer 2 begins, of four with two offloaded, and back when the backward of 2 has ended."""
+    """Of four layers two are offloaded: layer 0 is gone when layer 2 begins, and back when layer 2's backward ends."""
     seen = []
 
     class Square(torch.autograd.Function):
@@ -141,7 +141,7 @@ def test_few_layers_lie_on_the_device(monkeypatch):
         ("backward", 1, [0, 1]),
         ("backward", 0, [0]),
     ]
-    # What is not offloaded is what was saved.
+    # No tensor of the offloaded layers is left on the device.
     assert on_device() == []
 
 
@@ -168,7 +168,7 @@ def test_a_tensor_that_is_saved_twice_is_copied_once(copies):
     with context:
         y = x @ weight + x @ (weight * 2) + (x * 2) @ weight
     synchronize(y)
-    assert copies["out"] == 2  # x and twice x
+    assert copies["out"] == 2  # x and x * 2
 
 
 @pytest.mark.parametrize("kind", ["parameter", "view", "small", "marked", "overlapping"])
@@ -296,7 +296,7 @@ _seen = []
 
 
 class _Times(torch.autograd.Function):
-    """A product that saves its second factor, as functions of users do."""
+    """A product that saves its second factor, as users' functions do."""
 
     @staticmethod
     def forward(ctx, x, factor):
@@ -327,7 +327,7 @@ def test_bytes_of_a_quantised_tensor_are_copied(kind, copies):
     with context:
         y = _Times.apply(x, factor)
     synchronize(y)
-    assert copies["out"] == 2  # both layouts; their scales are small
+    assert copies["out"] == 2  # both layouts; the scales are too small
     kept = list(context._synchronizer._now.layers[0].kept.values())
     for one in kept:
         one.release()

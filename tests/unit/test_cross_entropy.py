@@ -1,4 +1,4 @@
-"""Cross entropy beside FP64 logarithms of softmax, on one rank and with a vocabulary that ranks share."""
+"""Cross entropy against FP64 logarithms of softmax, on one rank and with a vocabulary that ranks share."""
 
 from pathlib import Path
 

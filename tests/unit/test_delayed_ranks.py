@@ -1,4 +1,4 @@
-"""Which layers of delayed scaling take part in the reduction over ranks: the same on every rank."""
+"""With delayed scaling the same layers take part in the reduction on every rank."""
 
 import copy
 import json
@@ -19,11 +19,11 @@ TESTS = Path(__file__).parents[1]
 
 
 class Group:
-    """Of this test's own: layers of other tests may still live."""
+    """A group of this file's own, because layers of other tests may still live."""
 
 
 class Reductions:
-    """Stands in for torch.distributed: notes what is reduced, with another rank that has no larger maxima."""
+    """A stand-in for torch.distributed that notes reductions; the other rank has no larger maxima."""
 
     def __init__(self, monkeypatch):
         self.group = Group()
@@ -44,7 +44,7 @@ class Reductions:
         self.seen.append(tensor.tolist())
 
     def of(self, layers, x, recipe=None, **options):
-        """Return the maxima that a region with forwards of some layers reduces, those of layers that are gone apart."""
+        """Run layers in a region; return the maxima that are reduced, and count freed layers' maxima in `gone`."""
         self.seen.clear()
         recipe = recipe or DelayedScaling(amax_history_len=4)
         with te.autocast(recipe=recipe, amax_reduction_group=self.group):
@@ -66,7 +66,7 @@ def test_copies_and_loaded_layers_are_reduced_once_they_run(monkeypatch, make):
     assert len(reductions.of([copied], x)) == 2 * count
     assert len(reductions.of([pickled, loaded], x)) == 4 * count
     del copied
-    for _ in range(16):  # as often as ranks look which layers are gone on all of them
+    for _ in range(16):  # ranks look for freed layers at every 16th reduction
         assert len(reductions.of([layer], x)) == 3 * count
     assert len(reductions.of([layer], x)) == 3 * count
     assert reductions.gone == 0
@@ -96,7 +96,7 @@ def test_maxima_are_reduced_in_the_order_of_first_forwards(monkeypatch, make):
 
 @every_layer
 def test_a_layer_without_rows_is_reduced(monkeypatch, make):
-    """Another rank may have rows for it, as with experts."""
+    """Another rank may have rows for the layer, as with experts."""
     reductions = Reductions(monkeypatch)
     layer = make()
     maxima = reductions.of([layer], torch.ones(0, 32))
@@ -135,7 +135,7 @@ def test_a_failed_collective_leaves_the_maxima_for_the_next_update(monkeypatch):
 
 
 def test_the_collective_may_use_layers_and_regions(monkeypatch):
-    """Other threads run, and so may anything else, while ranks wait for each other."""
+    """While ranks wait for each other, other threads run, and so may any other code."""
     reductions = Reductions(monkeypatch)
     layer, x = te.Linear(16, 16, device="cpu"), torch.ones(16, 16)
     recipe = DelayedScaling(amax_history_len=4)
@@ -151,7 +151,7 @@ def test_the_collective_may_use_layers_and_regions(monkeypatch):
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
     with te.autocast(recipe=recipe, amax_reduction_group=reductions.group):
         layer(2 * x)
-    # What was reduced is that of tensors that are nobody's now; those in their place ran, and have their own.
+    # The reduced maxima belong to tensors that were replaced. The new tensors ran too, and have their own maxima.
     state = layer.fp8_meta["scaling_fwd"]
     assert state.scale[0] == 448 / 2
     assert state.amax_history[:, 0].tolist() == [0.0, 0.0, 0.0, 2.0]
@@ -172,7 +172,7 @@ def test_a_group_is_not_taken_for_one_that_had_its_address(weakly):
         assert epoch not in known.values()
         known[id(group)] = epoch
         del group
-    # Memory of the one group is the next one's: without it, the test shows nothing.
+    # Unless a group gets the address of an earlier group, the test shows nothing.
     assert len(known) < 20 or not weakly
 
 
@@ -188,7 +188,7 @@ def test_layers_are_reduced_over_the_group_that_they_ran_in_last(monkeypatch):
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory, fresh):
-    """What each of two ranks saw, by scene."""
+    """Run two ranks; return the results of each, by scene."""
     if not dist.is_available() or not dist.is_gloo_available():
         pytest.skip("needs gloo")
     folder = tmp_path_factory.mktemp("ranks")
@@ -212,7 +212,7 @@ def test_maxima_are_reduced_within_their_group(ranks):
     for rank in ranks:
         both, alone, default = rank["groups"]
         assert both == default == [[224.0], [[0.0], [2.0]]]
-        # In a group of its own first, with the other rank behind that.
+        # The first reduction is in the rank's own group, the second with the other rank.
         assert alone == [[112.0], [[0.0], [4.0]]]
 
 
@@ -229,13 +229,14 @@ def test_layers_that_are_gone_leave_the_others_where_they_were(ranks):
 
 
 def test_ranks_may_free_layers_at_different_times(ranks):
-    """Their maxima keep their place until no rank has them; the ranks hold no comparison for that."""
+    """Maxima of a freed layer keep their place until no rank has the layer; ranks compare nothing more for this."""
     assert ranks[0]["garbage"] == ranks[1]["garbage"]
     first, last, inputs, reduced, compared = ranks[0]["garbage"]
     third = torch.tensor(448 / 3).item()
     assert (first, last) == ([[224.0], [[0.0], [2.0]]], [[third], [[0.0], [3.0]]])
     assert inputs == [112.0]
-    # Three of the layer that goes, three of the one that comes, one of either state; every 16th reduction ranks look.
+    # The freed layer and the new layer have three maxima each, the two states have one each. Ranks look for freed
+    # layers at every 16th reduction.
     assert reduced == [5] + [8] * 31 + [5] * 9
     assert compared <= 3
 
@@ -257,7 +258,7 @@ def test_recipes_may_change_between_regions(ranks):
         *(
             False,
             False,
-        ),  # a region that reduced nothing, and its maximum in the history of the next
+        ),  # one region reduced nothing; the next history still has its maximum
         True,
     ]
     scales = [[scale for scale, _ in steps] for steps in (first, second)]

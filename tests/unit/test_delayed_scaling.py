@@ -34,7 +34,7 @@ def fresh_state():
     q.FP8GlobalStateManager.reset()
     before = living()
     yield
-    if living() > before:  # what is left hangs together, or is a leak
+    if living() > before:  # the states left are reference cycles, or leaks
         gc.collect()
     assert living() <= before
     q.FP8GlobalStateManager.reset()
@@ -181,7 +181,7 @@ def test_own_algorithms_run_in_python():
         with q.autocast(recipe=state.recipe):
             record(state, live)
             record(plain, [1.0, 1.0, 1.0])
-    # Rolled also when the newest maximum is 0, unlike in the kernel.
+    # Unlike in the kernel, the history is rolled also when the newest maximum is 0.
     assert [history[0].tolist() for history in calls] == [[4.0, 8.0], [0.0, 0.0]]
     assert state.amax_history[2].tolist() == [4.0, 8.0]
     assert state.amax_history[3].tolist() == [0.0, 0.0]
@@ -268,7 +268,7 @@ def test_the_dispatcher_keeps_the_memory_of_tensors_whose_data_is_exchanged():
     with q.autocast(recipe=state.recipe):
         pass
     assert state.scale.tolist() == [0.0] * 3
-    state.scale = torch.full((3,), 2.0)  # which is how to replace them
+    state.scale = torch.full((3,), 2.0)  # assignment replaces the scales
     gc.collect()
     assert memory[0].expired()
 
@@ -326,11 +326,11 @@ def test_skip_flag():
     assert flag.item() == 0.0
 
 
-# Ranks; two of them are in test_delayed_ranks.py.
+# Ranks; test_delayed_ranks.py runs two of them.
 
 
 class OtherRank:
-    """Stands in for torch.distributed: another rank with maxima of its own."""
+    """A stand-in for torch.distributed with another rank that has maxima of its own."""
 
     def __init__(self, monkeypatch, *maxima):
         self.maxima = list(maxima)
@@ -345,14 +345,14 @@ class OtherRank:
 
     def all_reduce(self, tensor, op, group):
         assert op is dist.ReduceOp.MAX
-        if group is None:  # of layers that other tests have left
+        if group is None:  # maxima of layers that other tests have left
             return
         self.groups.append(group)
         torch.maximum(tensor, torch.tensor(self.maxima.pop(0)), out=tensor)
 
 
 def test_reduced_maxima_are_those_of_all_ranks(monkeypatch):
-    # Groups of its own: what layers of other tests have left is reduced over all ranks.
+    # The groups are this test's own: maxima of layers of other tests are reduced over all ranks.
     first, group = object(), object()
     reducing, idle = (make_state(reduce_amax=True, group=first) for _ in range(2))
     elsewhere = make_state(reducing.recipe, tensors=1, group=group)
@@ -381,7 +381,7 @@ def test_a_state_made_in_inference_mode_can_be_written_outside(mode):
     state.load(torch.full((3,), 8.0), torch.full((4, 3), 2.0))
     state.use(DelayedScaling(amax_history_len=4, fp8_format=Format.E4M3, **LOCAL), None)
     assert torch.equal(state.amax_history, torch.full((4, 3), 2.0))
-    # E5M2's largest number is 128 times that of E4M3.
+    # E5M2's largest number is 128 times E4M3's largest number.
     assert torch.equal(state.scale, torch.full((3,), 8.0 if mode == "forward" else 8.0 / 128))
 
 
@@ -417,7 +417,7 @@ def states_of(layer):
 
 
 def maxima_of_a_step(layer, recipe):
-    """Run a step; return the maximum that its scale of the weight comes from."""
+    """Run a step; return the maximum that the weight's scale comes from."""
     with te.autocast(recipe=recipe):
         y = layer(torch.ones(16, 16))
     y.sum().backward()

@@ -1,4 +1,4 @@
-"""``te_fast.dispatch``: the dispatcher by hand."""
+"""``te_fast.dispatch``: calls of the dispatcher by hand."""
 
 import pytest
 import torch
@@ -82,7 +82,7 @@ def test_gemm_refuses_a_result_in_an_operand():
 
 
 def test_dequantize_refuses_a_result_in_what_it_reads():
-    # FP8 bytes and scales in the memory of the result, which would be read after it is written.
+    # FP8 bytes and scales are in the result's memory: they would be read after the result is written.
     for dtype in (torch.float32, torch.bfloat16):
         out = torch.arange(64, dtype=dtype).view(2, 32)
         before = out.clone()
@@ -147,7 +147,7 @@ def test_memory_is_given_back_and_taken_again():
         held = dispatch.inventory()["cpu"]
         assert held["gemm_plans"] > 0
         dispatch.release_memory()
-        # What is zero between launches stays.
+        # Memory that must be zero between launches stays.
         assert dispatch.inventory()["cpu"]["private_bytes"] <= held["private_bytes"] - x.numel()
         assert torch.equal(layer(x), wanted)
 
@@ -165,7 +165,7 @@ def test_launches_that_are_not_made():
         assert noted == []
         counted = dispatch.counters()
         assert counted["launches"] + counted["gemms"] == len(made)
-        # Nothing that was not computed is kept.
+        # The layer keeps no tensor that was not computed.
         assert torch.equal(layer(x), wanted)
 
 
@@ -230,7 +230,7 @@ def test_a_failed_forward_leaves_scales_and_weight_as_they_were():
 
 
 class Tracker:
-    """As Megatron's: forks a generator of its own."""
+    """A tracker like Megatron-LM's, which forks a generator of its own."""
 
     def __init__(self):
         self.forked = []

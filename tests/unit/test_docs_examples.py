@@ -31,7 +31,7 @@ def test_example_runs(code, line, monkeypatch, tmp_path):
     if re.search(r"torch\.(compile|export)\b", code) and not CAN_COMPILE:
         pytest.skip("torch 2.8 or later")
     monkeypatch.chdir(tmp_path)
-    # torch.compile looks for the module, and old releases remember it by its name.
+    # torch.compile looks the module up, and old releases remember a module by its name: each example has its own.
     module = ModuleType(f"example_{abs(hash(code))}")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     exec(compile("\n" * (line - 1) + code, module.__name__, "exec"), module.__dict__)

@@ -1,4 +1,4 @@
-"""The examples of public docstrings say what happens."""
+"""The examples of public docstrings give the results that they show."""
 
 import doctest
 import importlib
@@ -35,7 +35,7 @@ def public():
 def examples():
     finder = doctest.DocTestFinder(recurse=False)
     for name, value in public():
-        # Without the names of its module: an example imports what it uses, as whoever copies it has to.
+        # An example gets no names of its module: it imports what it uses, so that a reader can copy it.
         for test in finder.find(value, name, globs={}):
             if test.examples:
                 yield pytest.param(test, id=test.name)

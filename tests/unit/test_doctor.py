@@ -88,7 +88,7 @@ def test_a_script_computes_bit_for_bit_what_it_does_alone(tmp_path):
     assert block["backward"]["host"] > 0
     assert by_name["again.*", "Linear"]["calls"] == 4  # forward, and once more in backward
     assert by_name["embed", "Linear"]["backward"]["host"] > 0
-    # Names are those of the model; a compiled module is one.
+    # Rows have the model's names; a compiled module has one row.
     assert by_name["head", "OptimizedModule"]["calls"] == 2
     assert {swap["name"] for swap in report["swaps"]} >= {"embed"}
     assert "blocks.* (TransformerLayer)" in watched.stderr
@@ -143,7 +143,7 @@ def test_a_trace_of_a_gpu_is_added_up_by_who_caused_what():
         event("cuda_runtime", "cudaStreamSynchronize", 70, 9, correlation=3),
         event("cpu_op", "aten::copy_", 80, 5, **{"Input type": ["c10::BFloat16", "float"]}),
         event("cpu_op", "aten::copy_", 86, 5, **{"Input type": ["float", "float"]}),
-        # On autograd's thread, which has no marks.
+        # These events are on autograd's thread, which has no marks.
         event(
             "cpu_op",
             node + "MulBackward0",
@@ -165,7 +165,7 @@ def test_a_trace_of_a_gpu_is_added_up_by_who_caused_what():
         event("user_annotation", "Optimizer.step#AdamW.step", 300, 50),
         event("cuda_runtime", "cudaMemcpyAsync", 360, 2, correlation=5),
         event("cuda_runtime", "cudaDeviceSynchronize", 400, 90, correlation=6),
-        # The GPU: two kernels at once, a graph of two.
+        # The GPU runs two kernels at once, then a graph of two kernels.
         event("kernel", "gemm", 30, 50, 7, correlation=1),
         event("kernel", "mul", 60, 40, 8, correlation=2),
         event("kernel", "quantize_cast_bf16_e4m3", 250, 10, 7, correlation=4),
@@ -199,7 +199,7 @@ def test_what_a_swap_would_give_is_timed_on_modules_made_anew():
     assert torch.equal(torch.get_rng_state(), state)
     assert all(map(torch.equal, model.parameters(), before))
     assert {str(owner): what for owner, (what, _) in sketch.kinds.items()} == {
-        "* (Linear)": "linear layer"  # 24 channels are left
+        "* (Linear)": "linear layer"  # no swap for 24 channels
     }
     [(_, module)] = sketch.kinds.values()
     assert module.weight.is_meta

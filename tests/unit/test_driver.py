@@ -114,10 +114,10 @@ print(*reasons)
 
 
 def run_with_driver(fresh, folder, source, define, script):
-    """Run a script where a stub is the driver; what it printed."""
+    """Run a script with a stub as the driver; return the script's output."""
     (folder / "stub.cpp").write_text(source)
     library = folder / "libcuda.so.1"
-    # Whoever asks for a library of that name gets the one that is loaded.
+    # Code that asks for a library of that name gets the library that is already loaded.
     command = [
         "g++",
         "-shared",
@@ -135,7 +135,7 @@ def run_with_driver(fresh, folder, source, define, script):
 
 @needs_compiler
 def test_other_threads_run_while_the_driver_loads(tmp_path, fresh):
-    """The thread that lets the driver go on needs the GIL for it."""
+    """The thread that lets the driver go on needs the GIL to do so."""
     printed = run_with_driver(fresh, tmp_path, WAITING, "-DVERSION=11040", WAITING_SCRIPT)
     assert "the driver supports CUDA 11.4" in printed
 

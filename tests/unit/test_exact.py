@@ -1,4 +1,4 @@
-"""FP8 products on the host with the bits of Hopper's tensor cores, against the rule in integers of Python."""
+"""FP8 products on the host with the bits of Hopper's tensor cores, against their rule in exact numbers of Python."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def exponent_of(byte: int, dtype: torch.dtype) -> int:
-    """The exponent that a byte names; subnormal numbers have that of the smallest normal one."""
+    """The exponent of an FP8 byte; subnormal numbers have the exponent of the smallest normal number."""
     bits, bias = (3, 7) if dtype == E4M3 else (2, 15)
     return max((byte & 0x7F) >> bits, 1) - bias
 
 
 def cut(value: Fraction, places: int) -> Fraction:
-    """What is left of a number down to 2**places, towards zero."""
+    """A number rounded towards zero to a multiple of 2**places."""
     unit = Fraction(2) ** places
     return math.trunc(value / unit) * unit
 
@@ -107,7 +107,7 @@ def test_block_scales_multiply_what_leaves_the_cores() -> None:
                 fused = Fraction(float(chain(x[i, columns], w[j, columns]))) * Fraction(
                     scale
                 ) + Fraction(expected)
-                # The nearest float32 of the exact value: FP64 has room for it, so that it is rounded once.
+                # This is the float32 nearest to the exact value: FP64 holds the exact value, so only one step rounds.
                 expected = float(torch.tensor(float(fused), dtype=torch.float64).float())
             assert out[i, j] == expected, (i, j)
 

@@ -1,4 +1,4 @@
-"""The scripts of examples/ train: with FP8 as without."""
+"""The scripts of examples/ train with FP8 as they do without FP8."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experts one by one, as on GPUs without kernels for all of them: the bits of the one launch."""
+"""Experts that run one by one, as on GPUs without grouped kernels, have the bits of the one launch."""
 
 import copy
 from contextlib import contextmanager, nullcontext
@@ -44,7 +44,7 @@ def one_by_one(monkeypatch):
     ],
 )
 def test_what_one_launch_on_a_gpu_takes(dtype, lines, where, looped, monkeypatch):
-    """No GPU is asked: the tensor is a stand-in that says where it is and of what type."""
+    """The test needs no GPU: a stand-in for the tensor has a device and a type."""
     monkeypatch.setattr(expert_loop, "_has_one_launch", lambda _: True)
     x = SimpleNamespace(device=torch.device("cuda", 0), dtype=dtype)
     with where():
@@ -55,7 +55,7 @@ def test_what_one_launch_on_a_gpu_takes(dtype, lines, where, looped, monkeypatch
 
 @contextmanager
 def in_autocast():
-    """As torch.autocast("cuda", torch.bfloat16), which does nothing without a GPU."""
+    """Do what torch.autocast("cuda", torch.bfloat16) does with a GPU; without a GPU the torch context has no effect."""
     torch.set_autocast_dtype("cuda", torch.bfloat16)
     torch.set_autocast_enabled("cuda", True)
     try:
@@ -78,14 +78,14 @@ def test_steps_have_the_bits_of_one_launch(name, dtype, single, one_by_one):
         options = {"single_grouped_weight": single, "single_grouped_bias": single}
         layer = make(dtype=dtype, **options)
         x, grad = inputs(layer, dtype=dtype)
-        for _ in range(2):  # delayed scaling has its scales in the second step
+        for _ in range(2):  # delayed scaling has measured scales from the second step on
             x.grad = None
             layer.zero_grad()
             y = step(layer, x, grad, ALL[name]())
         found.append((y, x.grad, grads(layer)))
         biases.append(grads(layer, "bias"))
         if name == "delayed":
-            # A weight that nothing is multiplied with is not quantised one by one.
+            # The loop does not quantise the weight of an expert without rows, so only other scales are equal.
             busy = torch.tensor(SPLITS) != 0
             states = [layer.fp8_meta[f"scaling_{way}"].scale for way in ("fwd", "bwd")]
             found[-1] += tuple(scale.view(len(SPLITS), -1)[busy] for scale in states)
@@ -212,10 +212,10 @@ def test_counts_on_a_gpu_are_cut_off_at_the_rows(one_by_one):
     one_by_one()
     layer = make(3, 32, 16, bias=False)
     x, _ = inputs(layer, [10, 4, 2])
-    layer._splits = lambda counts, inp: counts  # as if they lay on a GPU
+    layer._splits = lambda counts, inp: counts  # as if the counts were on a GPU
     y = layer(x, torch.tensor([10, -3, 1 << 40]))
     assert torch.equal(y, layer(x, torch.tensor([10, 0, 6])))
-    y = layer(x, torch.tensor([10, 0, 2]))  # rows of no expert
+    y = layer(x, torch.tensor([10, 0, 2]))  # the last rows belong to no expert
     y.sum().backward()
     assert not y[12:].any()
     assert not x.grad[12:].any()
@@ -268,11 +268,11 @@ def test_operations_that_move_are_looked_at_again(one_by_one):
     y = model(x, splits, probs, splits)
     assert model.explain().count("native program") == 1
     one_by_one()
-    model.to("cpu")  # as to a GPU without the kernels
+    model.to("cpu")  # stands for a GPU without the kernels
     again = model(x, splits, probs, splits)
     assert "Python operation GroupedLinear" in model.explain()
     assert torch.equal(again, y)
-    for result in (y, again):  # what waits is found, wherever it was put off
+    for result in (y, again):  # either path's delayed gradients are found
         model.zero_grad()
         result.sum().backward()
         model[2].backward_dw()
@@ -303,5 +303,5 @@ def test_tracing_is_refused_by_name(one_by_one):
     x, _ = inputs(layer)
     torch.compiler.reset()
     message = refusal_of(layer, x, torch.tensor(SPLITS))
-    # Where torch 2.8 keeps the message to itself it names the error.
+    # torch 2.8 may hide the message, but names the class of the error then.
     assert "one by one" in message or "UnsupportedError" in message

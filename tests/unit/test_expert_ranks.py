@@ -1,4 +1,4 @@
-"""Mixtures of experts that 2 and 4 ranks share, over gloo, beside one rank's (``expert_rank.py``)."""
+"""Mixtures of experts that 2 and 4 ranks share over gloo, against those of one rank (``expert_rank.py``)."""
 
 import pytest
 import torch.distributed as dist

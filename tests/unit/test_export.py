@@ -1,4 +1,4 @@
-"""torch.export of inference: one operator for each program, which another process loads and runs to the same bits."""
+"""torch.export of inference: each program is one operator, and another process computes the same bits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from te_fast.runtime.compiling import CAN_COMPILE
 pytestmark = [
     pytest.mark.skipif(not CAN_COMPILE, reason="torch 2.8 or later"),
     pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects"),
-    # Parts of a weight lie in one memory; torch saves all of it.
+    # Parts of a weight share one memory; torch saves all of the memory, and warns.
     pytest.mark.filterwarnings("ignore:No complete tensor found in the group"),
 ]
 RECIPES = {
@@ -112,7 +112,7 @@ def test_weights_in_fp8_are_saved_as_they_are(tmp_path, fresh, name):
 def test_another_process_computes_the_same_bits(tmp_path, fresh, name, strict):
     recipe = RECIPES[name]
     model = Model(recipe)
-    for _ in range(2):  # scales that are none of the first ones
+    for _ in range(2):  # the scales are no longer the initial ones
         model(torch.randn(16, 32)).sum().backward()
     program = exported(model, strict=strict)
     targets = [str(node.target) for node in program.graph.nodes]
@@ -122,7 +122,7 @@ def test_another_process_computes_the_same_bits(tmp_path, fresh, name, strict):
 
 
 def assert_loads_alike(fresh, program, model, path):
-    """Another process gets of the saved program what the model computes here."""
+    """Check that the saved program computes in another process what the model computes here."""
     torch.export.save(program, f"{path}.pt2")
     with torch.no_grad():
         torch.save((X, model(X)), f"{path}.pt")
@@ -178,7 +178,7 @@ def test_other_weights_in_the_same_memory_are_quantised_anew():
     with te.autocast(recipe=Float8CurrentScaling()):
         program = exported(layer_alone(layer), strict=False).module()
     del layer
-    # As memory of a tensor that is gone is taken again: neither the address nor a version tells them apart.
+    # A new tensor may take the memory of a freed tensor: neither the address nor a version tells the two apart.
     program.layer.weight = torch.nn.Parameter(torch.from_numpy(memory.numpy()))
     before = program(X)
     memory.numpy()[:] *= -2
@@ -208,7 +208,7 @@ def test_a_program_that_is_gone_leaves_nothing(name):
 
 
 def weights_that_live():
-    """Weights of programs that came as text."""
+    """The number of weights that programs loaded from text hold."""
     return sum(len(loaded._handles) for loaded in gc.get_objects() if type(loaded) is _Loaded)
 
 

@@ -53,7 +53,7 @@ def as_bytes(tensor: torch.Tensor) -> bytes:
     return bytes(tensor.tolist())
 
 
-# A stand-in for Transformer Engine's module, with the classes as its pickles know them.
+# A stand-in for Transformer Engine's module, with the classes that its pickles name.
 
 
 class _FormatHelper(NamedTuple):
@@ -146,7 +146,7 @@ def test_reads_transformer_engine_pickles(te_recipe, protocol, member):
     recipe = te_recipe.DelayedScaling(margin=2, fp8_format=TeFormat[member], reduce_amax=False)
     recipe._cached_repr = "recipe_type=DelayedScaling"
     data = pickle.dumps(te_state(state, recipe), protocol=protocol)
-    if protocol == 2:  # bytes are a call of _codecs.encode there; Transformer Engine writes 4 and 5
+    if protocol == 2:  # bytes become a call of _codecs.encode; Transformer Engine writes 4 and 5
         with pytest.raises(StateError, match=r"_codecs\.encode"):
             unpack(as_tensor(data), layer="fc1")
     else:
@@ -154,7 +154,7 @@ def test_reads_transformer_engine_pickles(te_recipe, protocol, member):
 
 
 def test_reads_what_is_pickled_beside_megatron(te_recipe, monkeypatch):
-    """Megatron-LM has a subclass of the recipe, and puts a function of its own in the place of one of torch's."""
+    """Megatron-LM has a subclass of the recipe, and replaces one of torch's functions by its own."""
     recipe, loader = "megatron.core.extensions.transformer_engine", "megatron.core.safe_globals"
     for name in ("megatron", "megatron.core", "megatron.core.extensions", recipe, loader):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
@@ -291,7 +291,7 @@ def test_writes_what_transformer_engine_reads(te_recipe):
         assert torch.equal(content[key], getattr(state, key))
 
 
-# What a hostile or damaged state gets.
+# Hostile and damaged states.
 
 
 class Payload:
@@ -455,7 +455,7 @@ def test_mutations_end_in_a_state_or_a_state_error(sample, edits, cut, whole):
     try:
         state = unpack(as_tensor(bytes(data)) if data else None, layer="fc1")
     except StateError as error:
-        assert str(error).startswith("fc1: ")  # noqa: PT017 - a result is as good
+        assert str(error).startswith("fc1: ")  # noqa: PT017 - a state is right, too
     else:
         if state is not None:
             assert all(bool(getattr(state, key).isfinite().any()) for key in ("scale_fwd",))

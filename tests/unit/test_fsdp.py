@@ -1,4 +1,4 @@
-"""FSDP2: parameters that are gathered into memory of their own before a forward, unseen by torch's version counters."""
+"""FSDP2 gathers parameters into memory of their own before a forward, and torch's version counters do not change."""
 
 import copy
 
@@ -95,7 +95,7 @@ def test_states_of_distributed_checkpoints(group, make, recipe, options):
 @pytest.mark.parametrize("layer", [te.Linear, te.LayerNormLinear, te.LayerNormMLP])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_weight_that_was_away_is_quantised_again(layer, recipe):
-    """What FSDP does, without it: the parameter leaves, its memory is written, it comes back."""
+    """Do what FSDP does: replace a parameter, write the parameter's memory, and put the parameter back."""
     module, first = layer(32, 32, device="cpu"), recipe()
     for _ in range(2):
         run(module, first)
@@ -132,7 +132,7 @@ def test_converted_models(group, recipe):
             loss.backward()
             optimizer.step()
         each.loss = loss.item()
-    assert model.layers[0].ways == plain.layers[0].ways == 2  # of the trials
+    assert model.layers[0].ways == plain.layers[0].ways == 2  # convert's trials
     assert model.loss == pytest.approx(plain.loss, rel=1e-4)
     report = te_fast.convert(te_fast.convert.undo(model) and model, dry_run=True)
     assert "is DTensor; convert before sharding" in report.left["layers.0.mlp.up_proj"]
@@ -143,7 +143,7 @@ def test_converted_models(group, recipe):
 @pytest.mark.parametrize("preserves", [True, False])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_fp8_weights_that_are_sharded_before_they_are_made(group, recipe, preserves):
-    """Made on the meta device, sharded, initialised and trained, beside a model that is not sharded."""
+    """A model that is made on the meta device, sharded and initialised trains as a model that is not sharded."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
 
@@ -197,7 +197,7 @@ def test_fp8_weights_that_are_sharded_before_they_are_made(group, recipe, preser
 
 
 class Wrapped(torch.nn.Module):
-    """Stands for FullyShardedDataParallel, which needs a GPU."""
+    """A stand-in for FullyShardedDataParallel, which needs a GPU."""
 
     def __init__(self, module):
         super().__init__()

@@ -23,7 +23,7 @@ WEIGHTS = 2 * 256 * 256
 
 @pytest.fixture(scope="module")
 def ranks(fresh, tmp_path_factory):
-    """What each of two ranks saw, by scene."""
+    """Run two ranks; return the results of each, by scene."""
     folder = tmp_path_factory.mktemp("fsdp")
     program = (
         "import runpy, sys; sys.argv[1:] = {}; sys.path.insert(0, {!r}); "
@@ -48,10 +48,11 @@ def test_sharded_training_has_the_bits_of_one_process(ranks, name, reshard):
 def test_memory_is_flat_and_bytes_are_gathered(ranks, name):
     for rank in ranks:
         seen = rank[f"flat {name}"]
-        # A collective of a few numbers may hold them a moment longer.
+        # A collective may hold a few numbers a moment longer.
         steps = seen["memory"][1:]
         assert max(steps) - min(steps) < 256
-        # Forward and backward gather one byte an element, half of which a rank has; BF16 would be two.
+        # Forward and backward gather one byte per element, and a rank already has half of the elements. BF16 would be
+        # two bytes per element.
         shares = {count / (2 * WEIGHTS * 2 / 2) for count in seen["gathered"]}
         assert max(shares) <= 0.55
 

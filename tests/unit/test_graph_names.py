@@ -27,7 +27,7 @@ def models():
 
 
 def states(module):
-    """The states of delayed scaling of a module and those within, forward before backward."""
+    """The states of delayed scaling of a module and its submodules, forward before backward."""
     return [
         state
         for part in module.modules()
@@ -44,7 +44,7 @@ def step(module, recipe):
 
 
 def test_every_name_that_megatron_imports_at_once_is_there(fresh):
-    """One that is missing turns its handling of FP8 in graphs off, silently."""
+    """A missing name silently turns off Megatron-LM's handling of FP8 in graphs."""
     script = """
 from te_fast.pytorch.distributed import is_fp8_activation_recompute_enabled
 from te_fast.pytorch.fp8 import FP8GlobalStateManager
@@ -75,7 +75,7 @@ def test_scales_are_saved_and_put_back():
     for state, scale, history in known:
         assert torch.equal(state.scale, scale)
         assert torch.equal(state.amax_history, history)
-    # What was not there has its initial values.
+    # States that did not exist when states were saved get their initial values.
     assert states(modules[1])
     for state in states(modules[1]):
         assert torch.equal(state.scale, torch.ones_like(state.scale))
@@ -103,7 +103,7 @@ def test_no_backward_updates_scales_while_graphs_are_captured():
     assert graph.is_graph_capturing()
     step(module, recipe)
     forward, backward = states(module)
-    assert not torch.equal(forward.scale, torch.ones(3))  # the region was no graph's
+    assert not torch.equal(forward.scale, torch.ones(3))  # the region was not a graph's
     assert torch.equal(backward.scale, torch.ones(2))
     assert backward.amax_history[0].any()
     graph.set_capture_end()
@@ -117,14 +117,14 @@ def test_a_layer_that_a_graph_has_run_takes_part_in_the_next_update():
     step(module, recipe)
     forward, _ = states(module)
     with te.autocast(recipe=recipe):
-        # As a replay: maxima are there and no layer has run.
+        # As after a replay, maxima are present although no layer has run.
         forward.amax_history[0].copy_(torch.tensor([2.0, 4.0, 0.0]))
         module.fp8_meta["recipe"], module.fp8_meta["fp8_group"] = recipe, None
         before = forward.scale.clone()
         manager.add_fp8_tensors_to_global_buffer(module.fp8_meta)
         assert torch.equal(forward.scale, before)
     assert torch.equal(forward.scale[:2], torch.tensor([448 / 2.0, 448 / 4.0]))
-    # A layer that no graph has run does not; layers without scales are left alone.
+    # A layer that no graph has run does not take part; layers without scales are left alone.
     forward.amax_history[0].copy_(torch.tensor([8.0, 8.0, 0.0]))
     with te.autocast(recipe=recipe):
         manager.add_fp8_tensors_to_global_buffer(te.Linear(32, 32, **CPU).fp8_meta)
@@ -142,7 +142,7 @@ def test_the_skip_flag_may_be_made_under_inference_mode():
 
 def test_weak_tensors_are_on_the_same_memory():
     x = torch.ones(3)
-    assert te.utils.make_weak_ref(x) is x  # the host's memory is never a graph's
+    assert te.utils.make_weak_ref(x) is x  # no graph owns the host's memory
     got = te.utils.make_weak_ref((x, [1, 2.0, None], {"a": True}))
     assert got == (x, [1, 2.0, None], {"a": True})
     with pytest.raises(DtypeError, match="got a str"):
@@ -206,7 +206,7 @@ def test_who_watches_save_for_backward_sees_what_layers_keep(monkeypatch, kind):
 
 
 class Generator:
-    """A GPU's generator: states are objects that it refers to."""
+    """A stand-in for a GPU's generator, which refers to its state as an object."""
 
     def __init__(self, state=None):
         self.state = state or [0]
@@ -239,7 +239,7 @@ def test_named_random_states_of_the_cpu():
     for _ in range(2):
         with tracker.fork():
             drawn.append(torch.rand(2))
-    # The state goes on where it was left, come what may.
+    # The named state continues where it was left, even after an error.
     with pytest.raises(TypeError), tracker.fork():
         torch.rand([drawn.append(torch.rand(2))])
     with tracker.fork():

@@ -1,4 +1,4 @@
-"""``make_graphed_callables`` beside eager calls, bit for bit: graphs of the host stand in for those of CUDA."""
+"""``make_graphed_callables`` against eager calls, bit for bit: graphs on the host stand in for CUDA graphs."""
 
 import contextlib
 import copy
@@ -72,9 +72,9 @@ class Block(torch.nn.Module):
 
 
 def test_no_quantised_weight_stays_behind_a_capture(recipe):
-    """Warm-ups use one weight several times, as microbatches do; graphs quantise their own."""
+    """Warm-ups use one weight several times, as microbatches do; graphs quantise weights for themselves."""
     layer = te.LayerNormMLP(COLS, 64, **CPU)
-    # From an optimizer's first step on, a weight without a gradient is not taken for one that was written.
+    # After an optimizer's first step, a weight without a gradient counts as unchanged.
     torch.optim.SGD(layer.parameters()).step()
     te.make_graphed_callables(layer, (sample(),), num_warmup_iters=3, enabled=True, recipe=recipe)
     assert not layer._fp8_workspaces
@@ -143,7 +143,7 @@ def test_capturing_leaves_no_trace(graphs, recipe):
     x = sample()
     with te.autocast(recipe=recipe):
         y = model(x)
-        y.sum().backward()  # some maxima
+        y.sum().backward()  # records some maxima
         before = [t.clone() for t in states_of(model)]
         grads = [
             (p.grad, p.main_grad.clone(), p.grad_added_to_main_grad) for p in model.parameters()
@@ -172,7 +172,7 @@ def test_scales_of_a_history_of_another_length_are_cut_before_the_capture(graphs
     eager = copy.deepcopy(model)
     recipe = DelayedScaling(amax_history_len=4)
     with te.autocast(recipe=recipe):
-        eager(sample(0))  # takes over the new length
+        eager(sample(0))  # the layers take over the new history length
     graphed = graphs.graphed(model, (sample(),), **quantising(recipe))
     for _ in range(3):
         both((eager, graphed), recipe, sample(), torch.randn(ROWS, COLS))
@@ -181,7 +181,7 @@ def test_scales_of_a_history_of_another_length_are_cut_before_the_capture(graphs
 
 
 def test_graphed_and_eager_layers_in_one_region(graphs, recipe):
-    """The first layer of a region updates the gradients' scales, whichever it is."""
+    """The first layer of a region updates the gradients' scales, whether the layer is graphed or eager."""
     for order in ((0, 1), (1, 0)):
         eager = torch.nn.ModuleList(
             [te.Linear(COLS, COLS, **CPU), te.LayerNormLinear(COLS, COLS, **CPU)]
@@ -220,7 +220,7 @@ def test_several_callables(graphs, recipe, enabled):
             results.append([y, given.grad])
         assert_same(*results)
         assert_stepped_alike(eager, model)
-    # Layers that were captured in high precision stay so in whatever region.
+    # Layers that were captured in high precision stay in high precision in any region.
     if enabled is not True:
         with te.autocast(recipe=recipe), torch.no_grad():
             assert torch.equal(
@@ -279,7 +279,7 @@ def test_a_checkpoint_within(graphs, recipe):
 
 
 def test_hooks_of_parameters_do_not_run_at_capture(graphs):
-    """An optimizer that steps in them would."""
+    """Such a hook may step an optimizer."""
     model, calls = te.Linear(COLS, COLS, **CPU), []
     model.weight.register_post_accumulate_grad_hook(calls.append)
     graphed = graphs.graphed(model, (sample(),))
@@ -324,7 +324,7 @@ def test_microbatches_in_the_order_of_a_pipeline(graphs, recipe, order, chunks, 
         **quantising(recipe),
     )
     assert len(graphed) == len(samples)
-    # Whether a forward comes behind a backward.
+    # Inputs can share memory if some forward follows a backward.
     lives_end = any(a < 0 < b for a, b in itertools.pairwise(order))
     shared = len({id(one._run.inputs.tensors[0]) for one in graphed})
     assert (shared < len(samples)) == (reuse and lives_end)
@@ -378,7 +378,7 @@ def test_weight_gradients_have_places_in_an_order(graphs, recipe):
     for _ in range(2):
         inputs, losses = torch.randn(2, ROWS, COLS), torch.randn(2, ROWS, COLS)
         results = []
-        # One model after the other: an update takes in what waits in both.
+        # The models run one after the other, because an update takes in the maxima that wait in both.
         for runs in ((eager, eager), (one, two)):
             with te.autocast(recipe=recipe):
                 outputs = [run(x) for run, x in zip(runs, inputs, strict=True)]
@@ -396,7 +396,7 @@ def test_an_order_must_say_when_delayed_weight_gradients_are_computed(graphs):
     with pytest.raises(StateError, match="_order does not say when they are computed"):
         graphs.graphed((layer,), [(sample(),)], _order=[1, -1])
     layer(sample()).sum().backward()
-    layer.backward_dw()  # nothing of the refused capture waits
+    layer.backward_dw()  # the refused capture left no gradient to compute
     with pytest.raises(StateError, match="without a backward"):
         layer.backward_dw()
     plain = te.Linear(COLS, COLS, **CPU)
@@ -413,7 +413,7 @@ def test_an_order_must_say_when_delayed_weight_gradients_are_computed(graphs):
 @pytest.mark.parametrize("flag", [False, True], ids=["alone", "flag"])
 @pytest.mark.parametrize("input_grad", [False, True], ids=["frozen", "input"])
 def test_gradients_that_are_added_to_main_grad(graphs, recipe, flag, input_grad):
-    """Also where nothing else wants a gradient: the backward is replayed."""
+    """The backward is replayed even where nothing else needs a gradient."""
     eager = te.Linear(COLS, COLS, bias=False, fuse_wgrad_accumulation=True, **CPU)
     model = copy.deepcopy(eager)
     for layer in (eager, model):
@@ -462,7 +462,7 @@ def test_weights_are_quantised_where_the_call_says_so(graphs, recipe):
 
 
 def test_the_flag_of_cached_weights_is_the_captures_own(graphs):
-    """Whoever else sets one, or forgets it; other captures do not read it."""
+    """Other code may set or reset another flag, and other captures do not read this capture's flag."""
     recipe, manager = Float8CurrentScaling(), te.FP8GlobalStateManager
     layer, other = te.Linear(COLS, COLS, **CPU), te.Linear(COLS, COLS, **CPU)
     graphed = captured(graphs, recipe, layer, cache_quantized_params=True)
@@ -477,7 +477,7 @@ def test_the_flag_of_cached_weights_is_the_captures_own(graphs):
         layer.weight.mul_(-1)
         assert torch.equal(graphed(x, is_first_microbatch=False), first)
         assert torch.equal(graphed(x, is_first_microbatch=True), 2 * layer.bias - first)
-        # Graphs that cache nothing quantise anew, whatever the flag.
+        # Graphs without a cache quantise weights anew, whatever the flag says.
         before = uncached(x).clone()
         other.weight.mul_(-1)
         assert torch.equal(uncached(x), 2 * other.bias - before)
@@ -491,12 +491,13 @@ def test_the_flag_of_cached_weights_is_the_captures_own(graphs):
 def test_without_a_cache_any_microbatch_may_be_named(graphs, recipe):
     eager = te.Linear(COLS, COLS, **CPU)
     graphed = graphs.graphed(copy.deepcopy(eager), (sample(),), **quantising(recipe))
-    # False lets an eager layer keep a weight at the scale of before, which is another number under delayed scaling.
+    # With False an eager layer keeps the weight that it quantised before. Under delayed scaling that weight has an
+    # earlier scale, so the results differ.
     for first in (True, None) if recipe.delayed() else (True, False, None):
         both((eager, graphed), recipe, sample(), None, is_first_microbatch=first)
 
 
-# What is refused ------------------------------------------------------------------------------------
+# Refused calls --------------------------------------------------------------------------------------
 
 
 def captured(graphs, recipe=None, model=None, **options):
@@ -542,7 +543,7 @@ def test_parameters_that_were_replaced_or_moved_are_an_error(graphs, recipe):
         ):
             graphed(sample())
         assert graphs.replays == replays
-    # In place they may change.
+    # Parameters may change in place.
     eager, graphed = te.Linear(COLS, COLS, **CPU), captured(graphs, recipe)
     graphed.load_state_dict(eager.state_dict())
     both((eager, graphed), recipe, sample())
@@ -614,7 +615,7 @@ def test_calls_that_overwrite_what_a_backward_reads_are_errors(graphs, recipe):
     y.sum().backward()
     with pytest.raises(StateError, match="in the order of their capture"):
         z.sum().backward()
-    # One after the other is right.
+    # A call is right if its backward comes before the next call.
     call(a).sum().backward()
     call(b).sum().backward()
 
@@ -858,7 +859,7 @@ def test_compiled_code_calls_replays_from_outside(graphs, recipe):
 
 
 def test_a_stream_of_the_callers(graphs, monkeypatch):
-    """The current stream waits for the caller's, or for an event on it; nothing waits where they are the same."""
+    """The current stream waits for the caller's stream or an event on that stream; equal streams do not wait."""
     notes = []
 
     class Stream:
@@ -890,7 +891,7 @@ def test_a_stream_of_the_callers(graphs, monkeypatch):
 
 
 def test_errors_are_those_of_transformer_engine(graphs):
-    """Classes that code written for it catches."""
+    """Code that is written for Transformer Engine catches these classes."""
     layer = te.Linear(COLS, COLS, **CPU)
     with pytest.raises(TypeError):
         te.make_graphed_callables(torch.relu, (sample(),))
@@ -908,7 +909,7 @@ def test_errors_are_those_of_transformer_engine(graphs):
 
 @pytest.mark.parametrize("caches", [False, True])
 def test_weights_that_are_quantised_tensors(graphs, recipe, caches):
-    """Graphs read them where they lie, so that a replay sees what an optimizer has written."""
+    """Graphs read the quantised weights in place, so that a replay sees what an optimizer has written."""
     with te.quantized_model_init(recipe=recipe):
         eager = te.LayerNormMLP(COLS, 64, **CPU)
     model = copy.deepcopy(eager)

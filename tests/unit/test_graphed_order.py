@@ -1,4 +1,4 @@
-"""The order in which runs of several callables are captured, and who shares memory in it."""
+"""The order in which runs of several callables are captured, and which runs share memory."""
 
 import pytest
 
@@ -39,7 +39,7 @@ def test_halves_are_weight_gradients_of_the_oldest_backward():
     assert order.steps == [(F, 0), (F, 1), (B, 0), (B, 1), (W, 0), (W, 1)]
     order = from_chunks([1, 2, -2, -2.5, -1, -1.5], [1, 1], callables=2, samples=2)
     assert order.steps == [(F, 0), (F, 1), (B, 1), (W, 1), (B, 0), (W, 0)]
-    # A chunk may delay nothing.
+    # A chunk need not delay its weight gradients.
     order = from_chunks([1, 2, -2, -2.5, -1], [1, 1], callables=2, samples=2)
     assert order.steps[-1] == (B, 0)
 
@@ -91,7 +91,7 @@ def test_inputs_are_kept_until_weight_gradients_have_read_them():
 
 
 def test_a_replay_overwrites_what_was_free_or_not_there_when_it_was_captured():
-    """Captured: forward 0, forward 1, backward 1, backward 0."""
+    """The order of capture is forward 0, forward 1, backward 1, backward 0."""
     memory = SharedMemory()
     first = memory.take_steps(4)
     assert memory.take_steps(1) == first + 4
@@ -103,12 +103,12 @@ def test_a_replay_overwrites_what_was_free_or_not_there_when_it_was_captured():
 
     outer, inner = left(0, 3), left(1, 2)
     memory.replayed(1, "b")
-    assert inner.by == "b"  # the same forward once more
+    assert inner.by == "b"  # the same forward was replayed once more
     assert outer.by is None
     memory.replayed(2, "b")
     assert outer.by is None
     inner = left(1, 2)
-    memory.replayed(3, "a")  # the backward of a before that of b
+    memory.replayed(3, "a")  # the backward of a runs before the backward of b
     assert (outer.by, inner.by) == (None, "a")
     late = left(1, 2)
     memory.forget(late)

@@ -24,7 +24,7 @@ pytestmark = needs_compile
 
 @pytest.fixture(autouse=True)
 def _fresh_dynamo():
-    """Each test compiles for itself, and leaves nothing behind."""
+    """Let each test compile for itself, and leave nothing behind."""
     torch._dynamo.reset()
     counters().clear()
     yield
@@ -49,7 +49,7 @@ WITHOUT = {"none": lambda: None}
 
 
 def inside(model, x, recipe, is_first):
-    """The graph enters the region."""
+    """Run a model so that the graph enters the region."""
     keywords = {} if is_first is None else {"is_first_microbatch": is_first}
     if recipe is None:
         return torch.relu(model(x, **keywords))
@@ -64,7 +64,7 @@ def counters():
 @pytest.mark.parametrize(("name", "kind"), pairs(LAYERS, RECIPES | WITHOUT))
 def test_a_compiled_layer_trains_as_eager_does(name, kind):
     assert_trains_alike(LAYERS[name](), (RECIPES | WITHOUT)[kind](), inside)
-    # One graph for the first row count, one for all others.
+    # There is one graph for the first row count, and one for all others.
     assert counters()["stats"]["unique_graphs"] == 2
     assert not counters()["graph_break"]
 
@@ -160,7 +160,7 @@ def test_a_layer_runs_twice_in_one_graph(kind):
             return (graph if layer is eager else run)(layer, x)
 
     eager = te.LayerNormLinear(32, 32, device="cpu")
-    options = {"disable": True}  # `around` calls what is compiled
+    options = {"disable": True}  # `around` calls a compiled function
     assert_trains_alike(eager, RECIPES[kind](), around, options=options)
 
 
@@ -253,7 +253,7 @@ def test_activations_are_recomputed(kind):
 
 
 def test_a_recomputation_with_other_scales_is_refused():
-    """torch 2.11 keeps everything instead, which is as right."""
+    """torch 2.11 keeps all tensors instead of a recomputation, which is also right."""
     layer, x = te.Linear(32, 32, device="cpu"), torch.randn(16, 32, requires_grad=True)
     other, given = copy.deepcopy(layer), x.detach().clone().requires_grad_()
     run = compiled(lambda x: torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False))
@@ -293,7 +293,7 @@ def test_a_recomputation_behind_the_regions_end_has_the_forwards_scales(make):
         1.0,
         100.0,
         0.01,
-    ):  # maxima, and so scales, that are never those of the step before
+    ):  # maxima and scales differ from those of the step before
         x, results = torch.randn(16, 32) * scale, []
         for model, function in ((eager, lambda x: torch.relu(eager(x))), (graphed, run)):
             given = x.clone().requires_grad_()
@@ -320,7 +320,7 @@ def test_without_gradients_a_weight_is_quantised_once():
         return len(launches)
 
     first = launched(torch.randn(16, 32))
-    # Neither its maximum nor its cast.
+    # The second call launches neither the weight's maximum nor the weight's cast.
     assert launched(torch.randn(16, 32)) == first - 2
     with torch.no_grad():
         layer.weight.mul_(2)
@@ -485,7 +485,7 @@ def _cut(layer):
     return layer
 
 
-#: What is wrong: the input, the recipe, and what was done to the layer.
+#: By name: the input, the recipe, and a change to the layer.
 BAD_INPUT = {
     "columns": (lambda: torch.randn(16, 31), Float8CurrentScaling, None),
     "no tensor": (lambda: [1.0], Float8CurrentScaling, None),
@@ -513,7 +513,7 @@ def test_bad_input_gets_the_words_of_eager(case):
         messages.append((type(caught.value), str(caught.value)))
     (kind, message), (graphs_kind, graphs_message) = messages
     assert graphs_kind is kind
-    # torch 2.8 appends which operator raised, or which line it traced.
+    # torch 2.8 appends the operator that raised, or the line that torch traced.
     assert re.split(r"\n\n(?:While executing|from user code)", graphs_message)[0] == message
     assert "first" in message
 
@@ -591,7 +591,7 @@ def test_results_beside_the_output():
 
 
 def test_who_watches_sees_the_operators():
-    """Compiled code calls operators past torch's dispatcher, but not where somebody records them."""
+    """Compiled code calls operators without torch's dispatcher, except while a profiler records operators."""
     layer = te.Linear(32, 32, device="cpu")
     run = compiled(lambda x: layer(x))
     x = torch.randn(16, 32)
@@ -614,7 +614,7 @@ WHOLE = LAYERS | {
     quickly(list(product(WHOLE, [False, True])), ("Sequential", False), ("LayerNormMLP", True)),
 )
 def test_the_compiled_function_is_the_layer_itself(name, grads):
-    """torch 2.11 calls such a layer in another way, and functions without gradients that take two tensors."""
+    """torch 2.11 has other ways to call such a layer, and to call a function of two tensors without gradients."""
     layer, x = WHOLE[name](), torch.randn(16, 32)
     for recipe in (None, DelayedScaling()):
         run, other = compiled(layer), copy.deepcopy(layer)

@@ -25,7 +25,7 @@ pytestmark = needs_compile
 
 @pytest.fixture(autouse=True)
 def _fresh_dynamo():
-    """Each test compiles for itself, and leaves nothing behind."""
+    """Let each test compile for itself, and leave nothing behind."""
     torch._dynamo.reset()
     counters().clear()
     yield
@@ -60,7 +60,7 @@ def quantized(make, recipe, *, grads=True, **options):
 
 
 def inside(model, x, recipe, is_first):
-    """The graph enters the region."""
+    """Run a model so that the graph enters the region."""
     keywords = {} if is_first is None else {"is_first_microbatch": is_first}
     with te.autocast(recipe=recipe):
         return torch.relu(model(x, **keywords))
@@ -73,7 +73,7 @@ def inside(model, x, recipe, is_first):
 def test_a_compiled_layer_trains_as_eager_does(name, kind):
     recipe = RECIPES[kind]()
     assert_trains_alike(quantized(MAKERS[name], recipe), recipe, inside, cols=128)
-    # One graph for the first row count, one for all others.
+    # There is one graph for the first row count, and one for all others.
     assert counters()["stats"]["unique_graphs"] == 2
     assert not counters()["graph_break"]
 
@@ -127,7 +127,7 @@ def test_inductors_code_around_a_layer(kind):
     ("name", "kind"), quickly(list(product(MAKERS, RECIPES)), ("LayerNormLinear", "current"))
 )
 def test_weights_without_a_column_layout(name, kind):
-    """Backward makes it of the row layout, and keeps nothing."""
+    """Backward makes the column layout from the row layout, and does not keep the column layout."""
     recipe = RECIPES[kind]()
     model = quantized(MAKERS[name], recipe, grads=False)
     run = compiled(inside)
@@ -168,7 +168,7 @@ def test_weight_gradients_go_into_main_grad(delay, kind):
                 layer.backward_dw()
         assert torch.equal(model.weight.main_grad, other.weight.main_grad)
         assert other.weight.grad_added_to_main_grad
-        # Torch's hooks see a gradient, whose values are nobody's.
+        # torch's hooks see a gradient whose values nothing reads.
         for layer in (model, other):
             assert type(layer.weight.grad) is torch.Tensor
             assert (layer.weight.grad.shape, layer.weight.grad.dtype) == (
@@ -243,7 +243,7 @@ def test_rows_that_gemms_lack_and_no_rows():
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", RECIPES)
 def test_a_transformer_layer(kind):
-    """Attention is other kernels in a graph than eagerly: values are those of weights in high precision in a graph."""
+    """Attention has other kernels in a graph, so the test compares with weights in high precision in a graph."""
     recipe = RECIPES[kind]()
 
     def make():
@@ -276,7 +276,7 @@ def test_a_transformer_layer(kind):
     for _ in range(3):
         optimizer.step()
         run(model, x.requires_grad_()).square().sum().backward()
-    assert counters()["stats"]["unique_graphs"] == before + 1  # an input that wants a gradient
+    assert counters()["stats"]["unique_graphs"] == before + 1  # the input needs a gradient
 
 
 def test_layers_of_one_kind_share_a_graph():
@@ -288,7 +288,7 @@ def test_layers_of_one_kind_share_a_graph():
     with te.autocast(recipe=recipe):
         for block in blocks:
             block(x).sum().backward()
-    # One more than without: the first block is compiled before torch knows that the parameter is not always the same.
+    # Two graphs are allowed: torch compiles the first block before it knows that the parameter may be another one.
     assert counters()["stats"]["unique_graphs"] <= 2
 
 

@@ -1,4 +1,4 @@
-"""Counts of experts' rows that exceed the rows, as counts on a GPU may: cut off, and reported to those who debug."""
+"""Experts' counts that exceed the rows, as counts on a GPU may, are cut off; a debug check reports them."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from te_fast.runtime.splits import check_in_debug
 
 ALL = {"high": lambda: None, **RECIPES}
 ROWS = 200
-#: Counts, and what is left of them within 200 rows.
+#: Counts, and the counts that fit into 200 rows.
 TOO_MANY = [
     ([300, 50], [200, 0]),
     ([10, 1 << 40, 7], [10, 190, 0]),
@@ -22,7 +22,7 @@ TOO_MANY = [
 
 @pytest.fixture
 def poisoned():
-    """Uninitialised memory of torch's is NaN, in FP8, too."""
+    """Let torch fill uninitialised memory with NaN, also in FP8."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     assert torch.empty(8, dtype=torch.uint8).eq(255).all()
@@ -37,12 +37,12 @@ def test_what_counts_exceed_is_cut_off(name, splits, taken, poisoned):
     x, grad = inputs(layer, taken)
     y = step(layer, x, grad, ALL[name](), taken)
     own = x.detach().clone().requires_grad_()
-    # What lies in the engine's own memory is NaN, too.
+    # This step leaves NaN in the engine's own memory, too.
     bad = torch.full((4 * ROWS, 144), torch.nan, dtype=x.dtype, requires_grad=True)
     step(
         make(1), bad, torch.full((4 * ROWS, 48), torch.nan, dtype=x.dtype), ALL[name](), [4 * ROWS]
     )
-    other._splits = lambda counts, inp: counts  # as if they lay on a GPU
+    other._splits = lambda counts, inp: counts  # as if the counts were on a GPU
     again = step(other, own, grad, ALL[name](), torch.tensor(splits))
     assert torch.equal(again, y)
     assert torch.equal(own.grad, x.grad)

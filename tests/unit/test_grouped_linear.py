@@ -122,7 +122,7 @@ def test_without_gradients(recipe):
     y = step(layer, x, grad, recipe)
     with torch.no_grad(), te.autocast(recipe=recipe):
         again = layer(x, SPLITS)
-    if not recipe.delayed():  # whose scales have moved on
+    if not recipe.delayed():  # delayed scales have changed since
         assert torch.equal(again, y)
     assert not again.requires_grad
 
@@ -177,7 +177,7 @@ def test_main_grad(name, later, kept):
     close(grads(layer, "bias"), expected_step(layer, x, grad, name_of(name))["db"], torch.bfloat16)
     empty = torch.tensor(SPLITS) == 0
     assert torch.equal(found()[empty], before[empty])
-    if name != "delayed":  # whose second step has other scales
+    if name != "delayed":  # the second step has other delayed scales
         run(is_first_microbatch=True)
         close(found(), wanted, torch.bfloat16)
         assert not found()[empty].any()
@@ -448,7 +448,7 @@ def test_one_experts_values_stay_with_it(name, value):
     assert torch.equal(own.grad, clean[1])
     for number in (0, 1, 3):
         assert torch.equal(grads(other)[number], clean[2][number])
-    if name == "block":  # whose scales are those of 128 elements
+    if name == "block":  # a scale covers only 128 elements
         same = [row for row in range(20, 50) if row != 25]
         assert torch.equal(y[same], clean[0][same])
 
@@ -549,7 +549,7 @@ def test_compiled_whole_with_the_bits_of_eager(name, single):
     again.backward(grad)
     assert torch.equal(again, y)
     assert all(map(torch.equal, (own.grad, grads(layer), grads(layer, "bias")), wanted))
-    with torch.no_grad():  # other counts, of the same graph
+    with torch.no_grad():  # the same graph takes other counts
         other = [344, 0, 0, 0, 0, 0, 0, 0]
         assert torch.equal(compiled(x.detach(), torch.tensor(other)), run(x.detach(), other))
 
@@ -565,7 +565,7 @@ def test_compiled_whole_with_the_bits_of_eager(name, single):
     ],
 )
 def test_parameters_are_in_transformer_engines_order(options, expected):
-    # As its 2.20.2 registers them; states of optimizers belong to parameters by their order.
+    # Transformer Engine 2.20.2 registers parameters in this order, by which optimizers find their states.
     layer = te.GroupedLinear(2, 16, 16, device="cpu", **options)
     assert [name for name, _ in layer.named_parameters()] == expected
     with te.quantized_model_init(recipe=te_fast.common.recipe.Float8CurrentScaling()):

@@ -1,4 +1,4 @@
-"""Gradients of experts go into their ``main_grad`` in its type, wherever these lie: they are rounded once."""
+"""Gradients of experts are rounded once, to the type of ``main_grad``, wherever the ``main_grad`` buffers lie."""
 
 import pytest
 import torch
@@ -11,10 +11,10 @@ EXPERTS, ROWS, SIZE = 3, 128, 32
 
 
 def _buffers(order):
-    """Return one FP32 buffer per expert: in one memory, in their order or the other way round, or apart."""
+    """Return one FP32 buffer per expert: in one memory in the experts' order or reversed, or apart."""
     values = torch.arange(EXPERTS * SIZE * SIZE, dtype=torch.float32) % 7
     parts = list(values.view(EXPERTS, SIZE, SIZE))
-    if order == "reversed":  # as Megatron-LM's buffers have them
+    if order == "reversed":  # the order in Megatron-LM's buffers
         return parts[::-1]
     return [part.clone() for part in parts] if order == "apart" else parts
 

@@ -116,7 +116,7 @@ def test_parts_that_lie_apart_are_read_all_the_same(recipe):
     assert torch.equal(step(other, own, grad, recipe), step(layer, x, grad, recipe))
     assert torch.equal(own.grad, x.grad)
     assert torch.equal(grads(other), grads(layer))
-    again = copy.deepcopy(other)  # lies together again
+    again = copy.deepcopy(other)  # the copy's parts are in one memory again
     first, second = (weight._value.row for weight in weights(again)[:2])
     assert second.data_ptr() == first.data_ptr() + first.numel()
 
@@ -157,7 +157,7 @@ def test_optimizer_with_masters_steps_on_the_bytes(recipe, kind, monkeypatch):
         optimizer.zero_grad()
     assert [weight._value.row.data_ptr() for weight in weights(layer)] == first
     changed = (bytes_of(layer)[0] != before).flatten(1).any(1)
-    if not recipe.delayed():  # whose scales moved, for values that did not
+    if not recipe.delayed():  # delayed scales move even where values do not
         assert torch.equal(changed, torch.tensor(SPLITS) != 0)
     forbid_dispatch(monkeypatch)
     step(layer, x, grad, recipe)
@@ -177,7 +177,7 @@ def test_checkpoints_of_either_kind_load_into_either(recipe, kind):
                 weight.zero_()
         loaded.load_state_dict(dict(state))
         assert all(map(is_quantized, weights(loaded)))
-        if not recipe.delayed() or kind == other:  # whose scale is not that of the values
+        if not recipe.delayed() or kind == other:  # a delayed scale is not made of the values
             assert all(map(torch.equal, bytes_of(loaded), bytes_of(layer)))
 
 

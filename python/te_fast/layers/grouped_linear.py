@@ -528,6 +528,7 @@ class GroupedLinear(PartedLayer):
         m_splits : list of int or torch.Tensor
             Rows of each expert. The host does not read counts on the GPU: counts beyond the rows of `inp` are cut off,
             and rows of the result that belong to no expert are not written. Counts on the host must add up to the rows.
+            Experts that run one by one are an exception: the host reads their counts (see Notes).
         is_first_microbatch : bool, optional
             True: quantise the weights and keep them. False: use the kept ones. None: quantise them if they have
             changed.
@@ -543,6 +544,11 @@ class GroupedLinear(PartedLayer):
         ------
         ShapeError, DtypeError, DeviceError
             If the input or the counts do not fit.
+
+        Notes
+        -----
+        Experts run one by one on GPUs other than Hopper's, with operands in FP32, with lines that are no multiples of
+        16 bytes, and in a region whose recipe has ``backward_override="dequantized"``.
         """
         if not isinstance(inp, torch.Tensor):
             self._check_input(inp, "in_features", self.in_features, torch.device("cpu"))
