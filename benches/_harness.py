@@ -104,7 +104,7 @@ def attempt(name: str, do: Callable[[], Result], failures: dict[str, str]) -> Re
     begin = time.perf_counter()
     try:
         result = do()
-    except Exception as error:  # whatever a case of another library may raise
+    except Exception as error:  # another library's case may raise any error
         failures[name] = reason(error)
         print(f"{name}: {failures[name]}", flush=True)
         return None

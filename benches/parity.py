@@ -188,7 +188,7 @@ def compare(
     for name, library in (("te_fast", ours), ("Transformer Engine", theirs)):
         try:
             runs.append(run(library, case, recipe, x))
-        except Exception as error:  # noqa: PERF203  # whatever either library may raise
+        except Exception as error:  # noqa: PERF203  # a library may raise any error
             errors[name] = error
     if errors:
         raise RefusedError(errors)

@@ -24,7 +24,7 @@ One file for each bench and machine, written by the bench; `python benches/table
 is quoted with what stands above its table. Times are microseconds where a column does not say otherwise;
 `low` and `high` are quartiles.
 """
-#: Host time over torch.nn's, by what is called: a bench, and where its figures are.
+#: Sources of the host time over torch.nn's, by kind of call: a bench, and the place of its figures.
 LINEAR = {
     "`Linear`, inference, cached weight": ("linear_host", "no_grad"),
     "`Linear`, forward + backward": ("linear_host", "forward + backward"),

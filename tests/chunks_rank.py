@@ -154,7 +154,7 @@ def options_of_layers():
 
 
 def products(*call):
-    """Matrix products that a call makes, after a first call that chooses the plans."""
+    """Matrix products that a call makes, after a first call that makes the choices."""
     step(*call)
     before = te_fast.dispatch.counters()["gemms"]
     step(*call)

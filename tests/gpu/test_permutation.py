@@ -99,7 +99,7 @@ def test_cuda_equals_host(case, dtypes, extra):
     for host, cuda, name in zip(results[0][0], results[1][0], names, strict=False):
         same(cuda, host, name)
     if rows:
-        # Sums over `hidden` in another order: eps * sqrt(hidden) for FP32, and a rounding to the type beside it.
+        # Sums over `hidden` in another order: eps * sqrt(hidden) for FP32, a rounding of the type for 16 bits.
         tolerance = 1e-4 if dtypes[1].itemsize >= 4 else 2e-2
         torch.testing.assert_close(
             results[1][1].cpu().float(),

@@ -164,7 +164,7 @@ else:
 
 
 def test_a_routing_map_that_changes_meanwhile_fails_the_launch(tmp_path):
-    """Unfilled rows give an error, not NaN scales. The error ends a process's use of its GPU, so a child has it."""
+    """Unfilled rows give an error, not NaN scales. The process then loses its GPU, so a new process runs it."""
     script = tmp_path / "race.py"
     script.write_text(RACE)
     result = subprocess.run(

@@ -21,7 +21,7 @@ BF16_TWICE = 5e-3
 BF16_ONCE = 5e-4
 FP32_SUMS = 2e-6
 
-#: The greatest difference and its reason. The first name that a case begins with counts.
+#: The greatest difference and its reason. The first entry whose name begins a case's name counts.
 BOUNDS = {
     # Transformer Engine stores a value in BF16 between two kernels that te_fast has fused. After two roundings one
     # operand in thirty differs by a step of E4M3: 2.3e-2 for the operand, and the same for its products.
