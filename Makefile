@@ -5,7 +5,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-# A virtual environment that happens to be active is none of ours, and would make build.rs rebuild.
+# An active virtual environment of the user's is not used: it would make build.rs rebuild.
 unexport VIRTUAL_ENV
 unexport CONDA_PREFIX
 unexport PYTHONPATH
@@ -13,21 +13,21 @@ unexport PYTHONPATH
 PYTHON ?= python3
 VERSION_OF = $(shell $(1) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 PYTHON_VERSION := $(call VERSION_OF,$(PYTHON))
-# The torch that the environment gets. Any release from 2.6 on: each has its own environment.
+# TORCH is the release that the environment gets, any from 2.6 on. Each release has its own environment.
 # No release after 2.14.1 has a wheel for Python 3.10.
 CURRENT_TORCH := $(if $(filter 3.10,$(PYTHON_VERSION)),2.14.1,2.15.0)
 TORCH ?= $(CURRENT_TORCH)
-# Machine code of the build that is tested; `make wheel` builds for the release list of rust/kernels/build.rs.
+# GPU architectures of the build that is tested; `make wheel` builds for the release list of rust/kernels/build.rs.
 TEST_ARCHS ?= 90
 WHEEL_PYTHONS := 3.10 3.11 3.12 3.13 3.14
 WHEEL_MACHINES := x86_64 aarch64
 THIS_WHEEL = wheel-$(PYTHON_VERSION)-$(shell uname -m)
 PYTEST_ARGS ?=
-# Plain pytest leaves them out.
+# Plain pytest leaves the slow tests out.
 WITH_SLOW := -m "not gpu and not te and not patience"
 DEMO_ARGS ?=
 
-# Another Python than python3 has environments of its own, too.
+# A Python other than python3 has environments of its own, too.
 OTHER_PYTHON := $(filter-out $(call VERSION_OF,python3),$(PYTHON_VERSION))
 VENV := .venv$(if $(filter-out $(CURRENT_TORCH),$(TORCH)),-torch-$(TORCH))$(OTHER_PYTHON:%=-python-%)
 PY := $(VENV)/bin/python
@@ -40,7 +40,7 @@ PIP_VERSION := pip==26.3
 PIP := -m pip install --quiet --disable-pip-version-check
 CRATES := --package te_fast_kernels --package te_fast_core
 NVCC = $$(ls "$(CURDIR)"/$(BUILD)/venv/lib/python*/site-packages/nvidia/cu*/bin/nvcc)
-# Device code is compiled once, whatever Python and machine it is for.
+# Device code is compiled once for all Pythons and machines.
 FATBINS := $(CURDIR)/$(BUILD)/fatbins
 # Rust tests, lints and docs look at host code alone, so they need no nvcc.
 HOST_ONLY := TE_FAST_SKIP_CUDA=1
@@ -75,12 +75,12 @@ $(VENV)/.group-%: pyproject.toml | $(VENV)/.torch
 	$(PY) $(PIP) --group $*
 	touch $@
 
-# Its wheel for Python 3.11 says that it needs 3.12, as its training scripts do.
+# Megatron-LM's wheel for Python 3.11 says that it needs 3.12, but only its training scripts do.
 $(VENV)/.group-megatron: pyproject.toml | $(VENV)/.torch
 	$(PY) $(PIP) --no-deps --ignore-requires-python --group megatron
 	touch $@
 
-# Formatters and the like, without torch: seconds to install.
+# Formatters and similar tools need no torch, so this environment takes seconds to install.
 TOOLS := $(BUILD)/tools
 $(TOOLS)/.ready: pyproject.toml
 	test -x $(TOOLS)/bin/python || $(PYTHON) -m venv $(TOOLS)
@@ -88,7 +88,7 @@ $(TOOLS)/.ready: pyproject.toml
 	$(TOOLS)/bin/python $(PIP) --group format
 	touch $@
 
-# The wheel of this tree for TEST_ARCHS. cargo decides what is stale, so this always runs.
+# The wheel of this tree for TEST_ARCHS. This target always runs, since cargo decides which parts are stale.
 .PHONY: build
 build: $(BUILD)/venv/.ready
 	rm -rf $(BUILD)/wheel
@@ -101,7 +101,7 @@ install: build | $(VENV)/.torch
 ##@ Try it
 .PHONY: demo
 demo: ## train on handwritten digits in FP8 beside FP32 (DEMO_ARGS='--recipe block')
-	@# The network brings torch while the compilers work.
+	@# torch is downloaded while the compilers work.
 	$(MAKE) --no-print-directory --jobs=2 build $(VENV)/.group-bench
 	$(MAKE) --no-print-directory install
 	$(PY) examples/digits.py $(DEMO_ARGS)
@@ -112,14 +112,14 @@ dev: $(BUILD)/venv/.ready $(VENV)/.group-test $(MEGATRON) $(VENV)/.group-lint $(
 	VIRTUAL_ENV="$(CURDIR)/$(VENV)" TE_FAST_CUDA_ARCHS=$(TEST_ARCHS) TE_FAST_NVCC="$(NVCC)" TE_FAST_FATBINS="$(FATBINS)" $(MATURIN) develop --release --quiet --target-dir target/dev
 
 .PHONY: format
-format: $(TOOLS)/.ready ## write Rust, CUDA and Python as the formatters want them
+format: $(TOOLS)/.ready ## format Rust, CUDA and Python
 	cargo fmt --all
 	$(TOOLS)/bin/clang-format -i $$(git ls-files 'cuda/*.cu' 'cuda/*.cuh' 'tools/*.c')
 	$(TOOLS)/bin/ruff format --quiet .
 	$(TOOLS)/bin/ruff check --quiet --fix .
 
 .PHONY: check
-check: $(TOOLS)/.ready ## formats, ruff, spelling and the rules of tools/, in seconds: what the pre-commit hook runs
+check: $(TOOLS)/.ready ## formats, ruff, spelling and the rules of tools/, in seconds; the pre-commit hook runs it
 	cargo fmt --all -- --check
 	$(TOOLS)/bin/clang-format --dry-run --Werror $$(git ls-files 'cuda/*.cu' 'cuda/*.cuh' 'tools/*.c')
 	$(TOOLS)/bin/ruff format --quiet --check .
@@ -149,11 +149,11 @@ test-rust: ## the tests of the Rust crates
 test-python: install test-environment ## build, install and run the tests in Python, slow ones included
 	$(PY) -m pytest $(WITH_SLOW) $(PYTEST_ARGS)
 
-# What tests need beside te_fast: the network can bring it while compilers work.
+# Packages that tests need beside te_fast: they can be downloaded while the compilers work.
 .PHONY: test-environment
 test-environment: $(VENV)/.group-test $(MEGATRON)
 
-# Several GB each: whoever tests many releases of torch keeps one at a time.
+# An environment takes several GB: a test of many releases of torch removes each before the next.
 .PHONY: remove-environment
 remove-environment: ## remove the environment of TORCH and PYTHON
 	rm -rf $(VENV)
@@ -176,7 +176,7 @@ fuzz: install $(VENV)/.group-fuzz ## a million inputs for each reader of checkpo
 	    -rss_limit_mb=3000 -verbosity=0 -print_final_stats=1 -artifact_prefix=$(BUILD)/fuzz/$$kind-; \
 	done
 
-# Files of tests/unit that start no processes of their own: qemu-user would have to be known to the kernel for these.
+# Files of tests/unit that start no processes of their own: the kernel starts Arm processes only where qemu-user is registered.
 ARM_TESTS := $(addprefix tests/unit/test_,linear.py quantize_reference.py norm.py norm_backward.py activation.py layernorm_linear.py \
   layernorm_mlp.py extra_state.py permutation.py ops_fp8.py checkpoint.py packaging.py)
 
@@ -211,15 +211,16 @@ bench-instructions: $(BUILD)/arm/.wheels ## instructions per forward on Arm and 
 ##@ Release it
 .PHONY: docs
 docs: install $(VENV)/.group-docs ## HTML documentation in docs/_build/html
-	rm -rf docs/reference/generated # pages of a former build name what is gone
+	rm -rf docs/reference/generated # pages of an earlier build may name removed functions
 	$(PY) -m sphinx -W --keep-going -q -j auto -b html docs docs/_build/html
 	@echo "docs/_build/html/index.html"
 
-# Paths of this machine are none of the wheel's business, and would differ on another one. With `--target` the flags are not
-# for build scripts.
+# The wheel must not hold paths of this machine: they would differ on another machine. With `--target`, cargo does not pass
+# the flags to build scripts.
 REMAP = --remap-path-prefix=$(CURDIR)=te_fast --remap-path-prefix=$${CARGO_HOME:-$$HOME/.cargo}=cargo
 
-# For example wheel-3.12-aarch64. zig links for glibc 2.28, and for the other machine; maturin knows each Python without having it.
+# For example wheel-3.12-aarch64. zig links for glibc 2.28, and for the other machine. maturin knows the settings of each
+# Python, so the Python need not be installed.
 wheel-%: $(BUILD)/venv/.ready $(BUILD)/venv/.group-wheel
 	rm -f dist/te_fast-*-cp$(subst .,,$(word 1,$(subst -, ,$*)))-*_$(word 2,$(subst -, ,$*)).whl
 	rustup --quiet target add $(word 2,$(subst -, ,$*))-unknown-linux-gnu 2>/dev/null || :
@@ -244,7 +245,7 @@ wheels: | $(VENV)/.torch ## release wheels for every Python and machine; `make w
 	$(MAKE) --no-print-directory $(foreach machine,$(WHEEL_MACHINES),$(foreach python,$(WHEEL_PYTHONS),wheel-$(python)-$(machine))) alias
 	$(PY) tools/check_wheel.py dist/te_fast-*.whl
 
-# In one folder, one after the other: nvcc hashes the path of a source into the names of what is internal to it.
+# Both builds run in one folder, one after the other: nvcc hashes a source's path into the names of its internal symbols.
 .PHONY: reproduce
 reproduce: ## build the wheel of HEAD twice, from nothing: both must have the same bytes
 	rm -rf $(BUILD)/clone $(BUILD)/built
@@ -258,7 +259,7 @@ reproduce: ## build the wheel of HEAD twice, from nothing: both must have the sa
 	cmp $(BUILD)/built/one.whl $(BUILD)/built/another.whl
 
 .PHONY: sdist
-sdist: $(BUILD)/venv/.ready | $(VENV)/.torch ## source distribution in dist/, and a wheel that is built of it alone, for TEST_ARCHS
+sdist: $(BUILD)/venv/.ready | $(VENV)/.torch ## source distribution in dist/, and a wheel built from it alone, for TEST_ARCHS
 	rm -rf dist/te_fast-*.tar.gz $(BUILD)/of_sdist
 	$(MATURIN) sdist --out dist
 	TE_FAST_CUDA_ARCHS=$(TEST_ARCHS) $(PY) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir $(BUILD)/of_sdist dist/te_fast-*.tar.gz

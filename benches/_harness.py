@@ -70,7 +70,7 @@ class Peer(NamedTuple):
 
 
 def peer() -> Peer | None:
-    """Return Transformer Engine where it is installed; te_fast under its name (te_fast_alias) is none."""
+    """Return Transformer Engine where it is installed; te_fast under its name (te_fast_alias) does not count."""
     if importlib.util.find_spec("transformer_engine") is None:
         return None
     pytorch = importlib.import_module("transformer_engine.pytorch")
@@ -82,8 +82,8 @@ def peer() -> Peer | None:
 def forget() -> None:
     """Let Transformer Engine drop its data of freed modules.
 
-    At every region's end and in every backward it updates the scales of all modules of delayed scaling that it has ever
-    seen: without this, later cases would pay for earlier ones.
+    At every region's end and in every backward, Transformer Engine updates the scales of all modules of delayed scaling
+    that it has ever seen. Without this call, later cases would pay for earlier ones.
     """
     theirs = peer() if "transformer_engine.pytorch" in sys.modules else None
     if theirs is not None:
@@ -97,14 +97,14 @@ def reason(error: BaseException) -> str:
 
 
 def attempt(name: str, do: Callable[[], Result], failures: dict[str, str]) -> Result | None:
-    """Run one case of many and print how long it took; one that raises is noted in ``failures``.
+    """Run one case of many and print how long it took; a case that raises is noted in ``failures``.
 
-    A library that refuses a case must not end the others', whose time on a GPU is paid for.
+    A library that refuses a case must not end the other cases, whose time on a GPU is paid for.
     """
     begin = time.perf_counter()
     try:
         result = do()
-    except Exception as error:  # whatever a case of another library may raise
+    except Exception as error:  # another library's case may raise any error
         failures[name] = reason(error)
         print(f"{name}: {failures[name]}", flush=True)
         return None
@@ -117,7 +117,7 @@ def tried(
     device: torch.device,
     region: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Callable[[], object]:
-    """Make a body that is to be timed and run it once: a case that raises does so here, not among the others."""
+    """Make a body that is to be timed and run it once, so that a case that raises does so before timing begins."""
     body = make()
     with region():
         body()
@@ -140,7 +140,7 @@ def options(description: str | None) -> argparse.ArgumentParser:
 
 
 def as_in_training() -> None:
-    """Let an optimizer make a step: that a gradient is gone is then no hint that its weight has changed."""
+    """Let an optimizer make a step, so that te_fast does not take a missing gradient for a changed weight."""
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1).step()
 
 
@@ -174,7 +174,7 @@ def write(
     figures: dict[str, object],
     failures: dict[str, str] | None = None,
 ) -> Path:
-    """Write the figures of a bench, and the cases that raised, with what they must be quoted with."""
+    """Write the figures of a bench and the cases that raised, with the facts to quote beside them."""
     kind = "host"
     if arguments.device.type == "cuda":
         kind = torch.cuda.get_device_name(arguments.device).replace(" ", "-").lower()

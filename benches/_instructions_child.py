@@ -36,7 +36,7 @@ def native_range() -> tuple[int, int]:
 
 
 def counted(body: Callable[[], object], mark: Callable[[], object]) -> None:
-    """Call often, between two marks."""
+    """Run a call many times between two marks."""
     for _ in range(20):
         body()
     gc.collect()
@@ -77,7 +77,7 @@ def enter_and_leave(recipe: DelayedScaling) -> None:
 
 
 def main() -> None:
-    """Run all bodies; tell their names."""
+    """Run all bodies and print their names."""
     torch.set_num_threads(1)
     low, high = native_range()
     library = ctypes.CDLL(None)

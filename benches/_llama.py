@@ -1,4 +1,4 @@
-"""A Llama to measure: Hugging Face's where it can be imported, else one of the same modules, names and sizes."""
+"""A Llama to measure: Hugging Face's where it can be imported, else a model of the same modules, names and sizes."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Way:
 
 
 def _swap(linear: Any, model: torch.nn.Module) -> None:
-    """Put linear layers of a library in the place of torch's, but for the head."""
+    """Replace torch's linear layers by a library's, except the head."""
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, torch.nn.Linear) and name != "lm_head":

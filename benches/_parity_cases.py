@@ -1,7 +1,7 @@
 """Modules that `parity.py` runs in both libraries: every layer, operation, function of experts and optimizer.
 
-A case makes a module from what both libraries have under the same names. It takes ``(rows, COLS)`` and gives one
-tensor or several.
+A case makes a module from classes and functions that both libraries have under the same names. The module takes
+``(rows, COLS)`` and returns one tensor or several.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SCALED_OPS = ("ScaledSwiGLU", "ScaledSReLU", "ScaledSiTUGLU", "ScaledClampedQGeG
 
 @dataclass(frozen=True)
 class Library:
-    """Transformer Engine's names, of one of the two libraries."""
+    """One of the two libraries, by Transformer Engine's names."""
 
     pytorch: Any
     recipe: Any
@@ -107,7 +107,7 @@ class Recomputed(torch.nn.Module):
 
 
 class HandedOn(torch.nn.Module):
-    """Two layers, with a quantised tensor between them where its scale is one."""
+    """Two layers, with a quantised tensor between them where the scale is one."""
 
     def __init__(self, library: Library, given: Given) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class HandedOn(torch.nn.Module):
 
 
 def quantized(make: Make, library: Library, given: Given) -> torch.nn.Module:
-    """Make a module whose weights are quantised tensors, where there is a recipe to quantise by."""
+    """Make a module whose weights are quantised tensors, where there is a recipe for them."""
     region: AbstractContextManager[Any] = nullcontext()
     if given.recipe is not None:
         region = library.pytorch.quantized_model_init(recipe=given.recipe)
@@ -254,7 +254,7 @@ class Attention(torch.nn.Module):
 
 
 class Sequences(torch.nn.Module):
-    """A layer of sequences, over the rows of two of them."""
+    """A layer of sequences; the rows are two sequences."""
 
     def __init__(
         self,
@@ -308,7 +308,7 @@ def attention() -> Iterator[tuple[str, Make]]:
 
 
 class Grouped(torch.nn.Module):
-    """`GroupedLinear` over rows that are padded for it, and taken out of the padding again."""
+    """`GroupedLinear` over padded rows, whose padding is removed from the result."""
 
     def __init__(self, library: Library, given: Given, *, padded: bool) -> None:
         super().__init__()
@@ -411,7 +411,7 @@ class Router(torch.nn.Module):
 
 
 def experts() -> Iterator[tuple[str, Make]]:
-    """Yield what mixtures of experts are made of, by name."""
+    """Yield the parts of mixtures of experts, by name."""
     yield "GroupedLinear", partial(Grouped, padded=False)
     yield "GroupedLinear, padded", partial(Grouped, padded=True)
     for kind in ("expert indices", "routing mask", "routing mask, padded"):
@@ -438,9 +438,9 @@ class Loss(torch.nn.Module):
 
 
 class Stepped(torch.nn.Module):
-    """A parameter after a step of an optimizer whose gradient is the input.
+    """A parameter after a step of an optimizer; its gradient is the input.
 
-    The one of `FusedSGD` is in FP32: Transformer Engine's passes over BF16 parameters without a word.
+    The parameter of `FusedSGD` is in FP32, because Transformer Engine's `FusedSGD` silently skips BF16 parameters.
     """
 
     def __init__(self, kind: str, options: dict[str, Any], library: Library, given: Given) -> None:
@@ -471,6 +471,6 @@ def training() -> Iterator[tuple[str, Make]]:
 
 
 def cases() -> dict[str, Make]:
-    """Return all modules by name; functions in a module of their own."""
+    """Return all modules by name; each function is wrapped in a module."""
     kinds = (layers(), quantized_values(), ops(), attention(), experts(), training())
     return {name: make for kind in kinds for name, make in kind}

@@ -2,9 +2,9 @@
 
     python benches/chain_gpu.py
 
-The forward of a chain with cached weights under ``no_grad``, launch by launch behind a pause that the
-host uses to get ahead, and as a replayed CUDA graph: what lies between the kernels counts, so that two
-builds can be told apart by how they launch. Beside it, the host time per layer of the same calls.
+The bench times the forward of a chain with cached weights under ``no_grad``: launch by launch, behind a pause that
+lets the host get ahead, and as a replayed CUDA graph. The time between the kernels counts, so that the figures tell
+how two builds launch. Beside it stands the host time per layer of the same calls.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PAUSE = 5_000_000
 
 
 def microseconds(body: Callable[[], object], layers: int) -> tuple[float, float]:
-    """GPU and host time per layer of one call that the host is ahead of."""
+    """GPU and host time per layer of one call, with the host ahead of the GPU."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     torch.cuda._sleep(PAUSE)

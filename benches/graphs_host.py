@@ -2,8 +2,8 @@
 
     python benches/graphs_host.py [--layers 24] [--dtype f32] [--out FILE]
 
-The recorder stands in for the kernels, so that any machine measures what its host does. Layers of 64 features, 16 rows;
-each layer has its own weight. The two ways take turns, burst by burst.
+A recorder stands in for the kernels, so that any machine measures the work of its host. Layers have 64 features and
+weights of their own; the input has 16 rows. The two ways take turns, burst by burst.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def main() -> None:
     args = parser.parse_args()
     kind = {"dtype": DTYPES[args.dtype], "device": args.device}
     as_in_training()
-    torch.set_num_threads(1)  # as it is while times are taken: a graph is guarded by the number
+    torch.set_num_threads(1)  # as during the timing: graphs are guarded by the number
     results: dict[str, object] = {}
     rows = []
     for recipe in RECIPES:

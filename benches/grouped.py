@@ -3,14 +3,14 @@
     python benches/grouped.py [--device cuda] [--tokens 4096 --hidden 7168 --ffn 2048 --experts 32 --topk 8]
 
 Host time: forward and backward of `GroupedLinear` under block scaling with 8, 64 and 256 experts of 16 rows, whose
-counts lie on the device; one stacked weight, one parameter for each expert, and these with `main_grad`. The host only
-launches on CUDA; on the CPU the products are computed within the call. Transformer Engine runs beside it where it is
-installed.
+counts are on the device. The weights are one stack, one parameter for each expert, and the latter with `main_grad`. On
+CUDA the host only launches; on the CPU the products are computed within the call. Transformer Engine runs beside
+te_fast where it is installed.
 
-It also times a whole block, `MoE`, of as many experts, router and permutation included.
+The bench also times a whole block, `MoE`, of as many experts, router and permutation included.
 
-GPU time: forward and backward of a mixture of experts, from its permuted rows to its result, by CUDA events; as ratios
-to the same in BF16 by `torch._grouped_mm`. The same again of the whole block, from tokens to tokens.
+GPU time: forward and backward of a mixture of experts, from its permuted rows to its result, by CUDA events. Figures
+are ratios to the same mixture in BF16 by `torch._grouped_mm`. The whole block is timed likewise, from tokens to tokens.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ def events(
 
 
 def gpu_times(arguments: argparse.Namespace) -> list[dict[str, float]]:
-    """Milliseconds of forward and backward, by recipe and for torch: of the experts, and of the whole block."""
+    """Milliseconds of forward and backward, by recipe and for torch, for the experts and for the whole block."""
     dtype, device = torch.bfloat16, arguments.device
     torch.manual_seed(0)
     sizes = arguments.hidden, arguments.ffn
@@ -227,7 +227,7 @@ def gpu_times(arguments: argparse.Namespace) -> list[dict[str, float]]:
 
 
 def expert_times(arguments: argparse.Namespace, block: te.MoE) -> dict[str, float]:
-    """Return those of the experts of a block."""
+    """Return the milliseconds of the experts of a block."""
     dtype, device = torch.bfloat16, arguments.device
     rows = arguments.tokens * arguments.topk
     chosen = torch.randint(arguments.experts, (rows,), device=device)
@@ -253,7 +253,7 @@ def expert_times(arguments: argparse.Namespace, block: te.MoE) -> dict[str, floa
 
 
 def block_times(arguments: argparse.Namespace, block: te.MoE) -> dict[str, float]:
-    """Return those of a whole block."""
+    """Return the milliseconds of a whole block."""
     x = torch.randn(
         arguments.tokens, arguments.hidden, dtype=torch.bfloat16, device=arguments.device
     ).requires_grad_()

@@ -2,8 +2,8 @@
 
     python benches/hf_llama.py [--shapes 8x2048x1x2048 4x4096x2x4096] [--recipes current ...] [--steps 12] [--out FILE]
 
-A shape is layers x hidden x batch x tokens. Without `transformers` a model of the same modules takes its place; the
-result says which. Transformer Engine and torchao run where they can be imported.
+A shape is layers x hidden x batch x tokens. Without `transformers` a model of the same modules takes Llama's place; the
+result says which model ran. Transformer Engine and torchao run where they can be imported.
 
 "Step" is the median between two synchronisations, with fused AdamW; "host" is the host's time for forward and backward;
 "peak" is the allocator's. Ratios are over BF16 eager of the same shape.

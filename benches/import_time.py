@@ -2,8 +2,8 @@
 
     python benches/import_time.py [--rounds 30] [--out FILE]
 
-The first process writes the byte code and is not counted. The bar is 60 ms of a machine that does nothing else; the
-processor's time depends less on what else runs.
+The first process writes the byte code and is not counted. The bar is 60 ms on an otherwise idle machine. Other
+processes change the processor's time less than the clock's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ print((time.perf_counter() - begin) * 1e3, (time.process_time() - used) * 1e3)
 
 
 def once() -> list[float]:
-    """Return milliseconds of one process: of the clock, and of the processor."""
+    """Return the milliseconds of one process, by the clock and by the processor."""
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     done = subprocess.run(
         [sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True, env=environment

@@ -2,9 +2,9 @@
 
     make bench-instructions
 
-qemu-user runs the wheel of either machine, with the same torch, and a plugin (tools/arm/count.c) counts the guest's
-instructions. Launches are recorded instead of made, so that a call is its bookkeeping. Instructions are no
-cycles: nothing here speaks of caches, of branches, or of the driver's launches.
+qemu-user runs the wheels of both machines, with the same torch, and a plugin (tools/arm/count.c) counts the guest's
+instructions. Launches are recorded instead of made, so that only the bookkeeping of a call is counted. Instructions
+are not cycles: the counts say nothing about caches, branches, or the driver's launches.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def build_plugin(folder: Path) -> Path:
 
 
 class Counts(NamedTuple):
-    """Instructions per call by name, in all and of te_fast's native module."""
+    """Instructions per call by name: all of them, and those of te_fast's native module."""
 
     versions: dict[str, str]
     counts: dict[str, tuple[int, int]]

@@ -1,6 +1,6 @@
 """GPU time of the activation kernels over their byte floor at the copy rate of the same run.
 
-``python benches/kernels_activation.py [out.json]`` on a machine with a GPU; ``_kernels.py`` says how it is taken.
+Run ``python benches/kernels_activation.py [out.json]`` on a machine with a GPU; ``_kernels.py`` says how it measures.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def launch_of(
 
 
 def cases(shape: Shape) -> Iterator[Case]:
-    """GELU and SwiGLU in every form; the others at the shape of the bars, as FP8 layers use them."""
+    """GELU and SwiGLU in every form; the other functions at the shape of the bars, as FP8 layers use them."""
     for name in ["gelu", "swiglu", *(OTHERS if shape == BARRED else ())]:
         for kind in KINDS if name in ("gelu", "swiglu") else KINDS[:2]:
             what = "backward" if kind["gradient"] else "forward"

@@ -1,6 +1,6 @@
 """GPU time of the cast kernels over their byte floor at the copy rate of the same run.
 
-``python benches/kernels_cast.py [out.json]`` on a machine with a GPU; ``_kernels.py`` says how it is taken.
+Run ``python benches/kernels_cast.py [out.json]`` on a machine with a GPU; ``_kernels.py`` says how it measures.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def launches(t: Tensors) -> dict[str, tuple[list[Callable[[], None]], float]]:
     ld_t = t.x.shape[0]
     amax = kernels.amax(t.x, t.workspace, fmt, **current)
     cast_transpose = kernels.cast_transpose(t.x, t.out, t.out_t, t.scale, fmt, ld_t=ld_t, **delayed)
-    # Sums are handed over strip by strip: as the dispatcher cuts them, and by six strips, one wave of blocks.
+    # Blocks hand sums over strip by strip: with the dispatcher's strips, and with six strips, one wave of blocks.
     strip = kernels.ceil_div(kernels.ceil_div(ld_t, 128), 6)
     sums = kernels.cast_transpose(t.x, None, None, None, fmt, name=name, strip=strip, **dbias)
     recipe = DelayedScaling()

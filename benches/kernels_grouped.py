@@ -2,11 +2,11 @@
 
     python benches/kernels_grouped.py [--device cuda]
 
-GPU time: CUDA events around one call, the L2 cache flushed by a read before it, median. FP8 is compared with
-`torch._scaled_grouped_mm` (a scale per row, fast accumulation), bfloat16 with `torch._grouped_mm`. Weight gradients
-are those of the same shapes; they add to float32, or are stored in bfloat16.
+GPU time is the median between CUDA events around one call; a read before each call flushes the L2 cache. FP8 is
+compared with `torch._scaled_grouped_mm` (a scale per row, fast accumulation), bfloat16 with `torch._grouped_mm`. Weight
+gradients have the same shapes; they are added to float32, or stored in bfloat16.
 
-Dense products are those of one group, over cuBLASLt's: what decides that dense layers take the latter.
+Dense products are products of one group. Their times over cuBLASLt's are the reason why dense layers use cuBLASLt.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def in_turns(calls: Calls, rounds: int = 12) -> dict[str, float]:
 
 
 def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """Random numbers: the power that a product of zeros draws is another one."""
+    """Random numbers, because a product of zeros draws another power."""
     return torch.randn(*shape, device="cuda", dtype=BF16).to(dtype)
 
 
@@ -177,7 +177,7 @@ def dense(rows: int, n: int, k: int) -> Calls:
 
 
 def measure_dense() -> dict[str, dict[str, float]]:
-    """Measure microseconds of both, and the own one's over the other's."""
+    """Measure microseconds of both, and the ratio of te_fast's to cuBLASLt's."""
     table = {}
     for rows, n, k in DENSE:
         times = in_turns(dense(rows, n, k), rounds=8)

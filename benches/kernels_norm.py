@@ -1,6 +1,6 @@
 """GPU time of the norm kernels over their byte floor at the copy rate of the same run.
 
-``python benches/kernels_norm.py [out.json]`` on a machine with a GPU; ``_kernels.py`` says how it is taken.
+Run ``python benches/kernels_norm.py [out.json]`` on a machine with a GPU; ``_kernels.py`` says how it measures.
 """
 
 from __future__ import annotations

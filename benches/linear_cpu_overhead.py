@@ -1,11 +1,11 @@
-"""The benchmark of Transformer Engine PR #2146, measured so that its figures mean what they say.
+"""The benchmark of Transformer Engine PR #2146, with separate times of first and later microbatches.
 
     python benches/linear_cpu_overhead.py [--device cuda] [--microbatches 8]
 
-Forward only, under ``no_grad`` with inputs that need no gradient. A round is one batch: a first
-microbatch, which quantises the weight, and the others, which reuse it; the two are timed apart. Warm-up
-rounds do not count. FLOP/s come from the time of one whole round, synchronised at both ends. nn.Linear
-and te_fast always run, Transformer Engine where it is installed, round by round in turn.
+Only forwards run, under ``no_grad`` with inputs that need no gradient. A round is one batch: a first
+microbatch, which quantises the weight, and the others, which reuse the quantised weight. First and later microbatches
+are timed separately. Warm-up rounds do not count. FLOP/s come from the time of one whole round, synchronised at both
+ends. nn.Linear and te_fast always run, Transformer Engine where it is installed, round by round in turn.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Candidate:
 
 
 def call(layer: torch.nn.Module, x: torch.Tensor, first: bool | None = None) -> object:  # noqa: FBT001
-    """Run a layer on the first or a later microbatch, or one of which neither is said."""
+    """Run a layer on the first or a later microbatch, or without telling it which."""
     return layer(x, is_first_microbatch=first)
 
 

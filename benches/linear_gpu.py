@@ -2,9 +2,9 @@
 
     python benches/linear_gpu.py [--size 8192]
 
-Time: CUDA events around a burst of calls that the host stays ahead of, cached weight, under
-``no_grad`` and with backward; nn.Linear in BF16 in the same run, in turn. Bytes: what stays allocated
-after a forward whose input nobody else keeps, over M * K, with a trainable and with a frozen weight.
+Times come from CUDA events around a burst of calls that the host stays ahead of. The weight is cached; calls run under
+``no_grad`` and with backward, in turn with nn.Linear in BF16. Bytes are those that stay allocated
+after a forward whose input nothing else keeps, over M * K, with a trainable and with a frozen weight.
 """
 
 from __future__ import annotations

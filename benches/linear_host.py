@@ -2,10 +2,11 @@
 
     python benches/linear_host.py [--device cuda] [--rows 256 --features 1024]
 
-Rows: no_grad with a cached weight, forward with grad, forward + backward, entering and leaving
-``autocast``. The bars are those of the project; they hold for CUDA, where the host only launches. On
-the CPU the host backend also computes within the call, so the figures there show that it runs. Where Transformer Engine
-is installed, its layer runs beside; it keeps a weight for calls that are said to be of a later microbatch.
+Rows of the table: no_grad with a cached weight, forward with grad, forward + backward, entering and leaving
+``autocast``. The bars are the project's; they hold for CUDA, where the host only launches. On the CPU the host backend
+also computes within the call, so the figures there only show that the bench runs. Where Transformer Engine is
+installed, its layer runs beside te_fast's. It reuses its FP8 weight only in calls that it is told belong to a later
+microbatch.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ a product, and an MLP with SwiGLU. Parameters are BF16, the optimizer is fused A
 can be imported.
 
 "Step" is the median between two synchronisations, "host" the host's time for forward and for backward, "GPU" the time
-per step of five that are queued behind a pause. Memory is that of the allocator, after a step and at most.
+per step of five that are queued behind a pause. Memory is the allocator's, after a step and at its peak.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class TorchBlock(torch.nn.Module):
 
 
 class FusedBlock(torch.nn.Module):
-    """The same of a library's fused layers."""
+    """The same block of a library's fused layers."""
 
     def __init__(self, library: Any, device: torch.device) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class FusedBlock(torch.nn.Module):
 
 
 class PeerBlock(FusedBlock):
-    """One of Transformer Engine: its graphs put another ``__call__`` into the class, and leave it there on errors."""
+    """Transformer Engine's block: its graphs replace ``__call__`` of the class, and leave theirs there after errors."""
 
 
 @dataclass

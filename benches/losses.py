@@ -2,8 +2,9 @@
 
     python benches/losses.py [--steps 300] [--layers 4] [--hidden 1024] [--plot losses.svg] [--out FILE]
 
-Data are sequences that can be learnt: a walk over the vocabulary with steps from a fixed table. "Distance" is the mean
-of the absolute difference to BF16's losses over the last half, beside that of BF16 from another seed of the data.
+The data are sequences that can be learnt: a walk over the vocabulary with steps from a fixed table. "Distance" is the
+mean absolute difference from BF16's losses over the last half. Beside it stands the distance of BF16 with another seed
+of the data.
 """
 
 from __future__ import annotations

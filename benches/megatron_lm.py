@@ -1,12 +1,12 @@
-"""Megatron-LM on one GPU or several: tokens a second and losses, by whichever ``transformer_engine`` is importable.
+"""Megatron-LM on one GPU or several: tokens a second and losses, by the ``transformer_engine`` that can be imported.
 
     torchrun --nproc-per-node 1 benches/megatron_lm.py --alias --fp8 delayed --out benches/results/megatron_lm.json \
         [--layers 4 --seconds 40]
 
-What takes long before the first step (imports, the model, its optimizer) is printed as it is done, and every step. With
-``--seconds`` training ends when that much time has gone since the start, after 8 steps at least.
-Under te_fast, te_fast_alias is installed or on the path (``python/alias``); under Transformer Engine, it is not. It is
-megatron-core that is measured (model, DistributedDataParallel, distributed optimizer), on random tokens.
+The long steps before training (imports, the model, its optimizer) and every training step are printed when they are
+done. With ``--seconds`` training ends when that much time has passed since the start, after 8 steps at least.
+For te_fast, te_fast_alias must be installed or on the path (``python/alias``); for Transformer Engine it must not.
+The bench measures megatron-core (model, DistributedDataParallel, distributed optimizer) on random tokens.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-#: Steps that are not counted, and those that must be.
+#: Steps that are not counted, and the fewest that are.
 WARM_UP, LEAST_STEPS = 5, 8
 _begin = time.perf_counter()
 

@@ -2,11 +2,10 @@
 
     python benches/moe_permute.py [--quick] [--plot moe_permute.png]
 
-GPU time: CUDA events around one call, the L2 cache flushed by a read before it, the host kept ahead
-with a sleep on the device; median. Host time: bursts of calls under no_grad, median. `zero_()` of the
-output in the same run is the ceiling that a permutation is measured against (beside it a copy that
-reads and writes as many bytes in all), a byte floor at the measured copy rate the one for merging.
-Transformer Engine runs beside it where it is installed.
+GPU time is the median between CUDA events around one call. A read before each call flushes the L2 cache, and a sleep on
+the device keeps the host ahead. Host time is the median of bursts of calls under no_grad. A permutation is compared
+with `zero_()` of its output in the same run, and with a copy that reads and writes as many bytes in all. Merging is
+compared with its fewest bytes at the measured copy rate. Transformer Engine runs beside te_fast where it is installed.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from te_fast.profiling.timing import environment
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# (tokens, hidden, experts, top_k, alignment); the first four are those with bars.
+# (tokens, hidden, experts, top_k, alignment); the first four have bars.
 SIZES = [
     (4096, 7168, 32, 8, 16),
     (4096, 7168, 256, 8, 16),

@@ -2,11 +2,11 @@
 
     python benches/ops_overhead.py [--device cuda] [--plot ops_overhead.png] [--only host,lengths,gpu]
 
-Host: a chain of 24 Linear(1024) in ``ops.Sequential``, LayerNorm -> Linear(4096) -> GELU -> Linear, LayerNormMLP, the
-norm modules; under delayed scaling, weights cached, in turn with their ``torch.nn`` equivalent and, where it is
-installed, with Transformer Engine's. Lengths: the host time of chains of 1 to 32 linear layers, which ``--plot`` draws.
-GPU: a LayerNormMLP step of 8192 rows, 4096 -> 16384, and the launches of its forward. The bars hold for CUDA; on the
-CPU the host backend computes within the call, so the figures there show that it runs.
+Host: a chain of 24 Linear(1024) in ``ops.Sequential``, LayerNorm -> Linear(4096) -> GELU -> Linear, LayerNormMLP and
+the norm modules. They run under delayed scaling with cached weights, in turn with their ``torch.nn`` equivalents and,
+where it is installed, with Transformer Engine's. Lengths: the host time of chains of 1 to 32 linear layers, which
+``--plot`` draws. GPU: a LayerNormMLP step of 8192 rows, 4096 -> 16384, and the launches of its forward. The bars hold
+for CUDA. On the CPU the host backend computes within the call, so the figures there only show that the bench runs.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Case:
     fused: Build
     backward: bool
     bar: float
-    #: Calls per burst: so few that their launches do not fill the queue of the device.
+    #: Calls per burst, few enough that their launches do not fill the queue of the device.
     calls: int = 20
 
 
@@ -101,7 +101,7 @@ def plain_mlp(hidden: int, ffn: int, common: dict[str, Any]) -> torch.nn.Module:
 
 
 def chain_of_ops(hidden: int, ffn: int, common: dict[str, Any], package: Any) -> torch.nn.Module:
-    """Build the same in ``ops.Sequential``."""
+    """Build the same chain in ``ops.Sequential``."""
     ops = package.ops
     result: torch.nn.Module = ops.Sequential(
         ops.LayerNorm(hidden, **common),
@@ -113,7 +113,7 @@ def chain_of_ops(hidden: int, ffn: int, common: dict[str, Any], package: Any) ->
 
 
 def module_mlp(hidden: int, ffn: int, common: dict[str, Any], package: Any) -> torch.nn.Module:
-    """Build the same as a LayerNormMLP."""
+    """Build the same chain as a LayerNormMLP."""
     options = {"device": common["device"], "params_dtype": common["dtype"]}
     result: torch.nn.Module = package.LayerNormMLP(hidden, ffn, **options)
     return result
@@ -180,7 +180,7 @@ def body_of(
 def measure(
     case: Case, arguments: argparse.Namespace, x: torch.Tensor, failures: dict[str, str]
 ) -> dict[str, Timing]:
-    """Microseconds per call, by package, in turn; of a package that raises, its error in ``failures``."""
+    """Microseconds per call, by package, in turn; the error of a package that raises goes into ``failures``."""
     forget()
     torch.manual_seed(0)
     gradient = torch.randn_like(x) if case.backward else None
@@ -306,7 +306,7 @@ def forward_launches(arguments: argparse.Namespace) -> list[str]:
     layer = module_mlp(1024, 4096, common, te)
     x = torch.randn(256, 1024, requires_grad=True, **common)
     with te.autocast(recipe=DelayedScaling()):
-        for _ in range(2):  # weights that are used again are kept
+        for _ in range(2):  # a weight is cached when it is used again
             layer(x)
         with dispatch.record() as launches:
             layer(x)

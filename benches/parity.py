@@ -4,9 +4,9 @@
 
 Every layer, operation, MoE function, loss and optimizer (`_parity_cases.py`) takes three training steps under every
 recipe in both libraries, from the same parameters and inputs. A figure is
-‖te_fast - Transformer Engine‖ / ‖Transformer Engine‖ of the worst step, 0 where all bits are equal. What is left out,
-and why, is in `NOT_COMPARABLE`. What a library refuses is a row of its own, with the library's reason. Where
-Transformer Engine is not installed there is nothing to compare with, and the bench says so.
+‖te_fast - Transformer Engine‖ / ‖Transformer Engine‖ of the worst step, 0 where all bits are equal. `NOT_COMPARABLE`
+lists the quantities that are left out, with reasons. A case that a library refuses is a row of its own, with the
+library's reason. Where Transformer Engine is not installed there is nothing to compare with, and the bench says so.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ def recipes() -> dict[str, Callable[[Any], Any]]:
 def difference(
     ours: torch.Tensor, theirs: torch.Tensor, beside: torch.Tensor | None = None
 ) -> float:
-    """Return ‖ours - theirs‖ / ‖beside‖; infinity for other shapes and for values that are finite in one alone.
+    """Return ‖ours - theirs‖ / ‖beside‖; infinity for unequal shapes and for values that are finite in one of them.
 
-    `beside` is `theirs` where it is not given.
+    `beside` is `theirs` by default.
     """
     if ours.shape != theirs.shape:
         return math.inf
@@ -107,12 +107,12 @@ def numbers(shape: torch.Size, seed: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def by_number(tensors: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Give tensors names."""
+    """Name tensors by their numbers."""
     return {str(index): one for index, one in enumerate(tensors)}
 
 
 def owner_less(name: str) -> str:
-    """Name a parameter of an operation without the basic operation that owns it: only te_fast names that one."""
+    """Name a parameter without the basic operation that owns it: only te_fast names the owner."""
     return re.sub(r"basic_ops\.\d+\.", "", name)
 
 
@@ -152,7 +152,7 @@ def run(library: Library, case: str, recipe: str, x: torch.Tensor) -> list[Step]
             "scales": {name: one for name, one in kept.items() if one.dim() == 1},
             "histories": {name: one for name, one in kept.items() if one.dim() == 2},
         }
-        # A later step must not reach what this one left.
+        # A later step must not change the results of this one.
         steps.append(
             {
                 quantity: {name: one.detach().clone() for name, one in values.items()}
@@ -164,10 +164,10 @@ def run(library: Library, case: str, recipe: str, x: torch.Tensor) -> list[Step]
 
 
 def in_place_of(name: str) -> str:
-    """Name the tensor whose norm a difference is divided by: the tensor's own, but for key biases.
+    """Name the tensor whose norm divides a difference: the tensor itself, except for key biases.
 
     A number that is added to all scores of a query does not change their softmax. So the gradient of a key bias is zero
-    but for roundings, and those are measured by the gradient of the value bias.
+    except for roundings, which are compared with the gradient of the value bias.
     """
     return re.sub(r"\bkey_bias$", "value_bias", name)
 
@@ -175,7 +175,7 @@ def in_place_of(name: str) -> str:
 def compare(
     ours: Library, theirs: Library, case: str, recipe: str, x: torch.Tensor
 ) -> dict[str, float]:
-    """Differences of one case under one recipe, by quantity; what one library lacks is infinitely far.
+    """Differences of one case under one recipe, by quantity; infinity for a quantity that one library lacks.
 
     Raises
     ------
@@ -188,7 +188,7 @@ def compare(
     for name, library in (("te_fast", ours), ("Transformer Engine", theirs)):
         try:
             runs.append(run(library, case, recipe, x))
-        except Exception as error:  # noqa: PERF203  # whatever either library may raise
+        except Exception as error:  # noqa: PERF203  # a library may raise any error
             errors[name] = error
     if errors:
         raise RefusedError(errors)

@@ -2,9 +2,9 @@
 
     python benches/quantized_weights.py [--device cuda] [--rows 256 --features 1024] [--layers 1 8]
 
-Rows: no_grad, against torch.nn.Linear; forward + backward + cast of all master weights, against BF16 weights and a copy
-of the masters into them; a step of torch's fused Adam on the weights themselves. The bars are the project's; they hold
-for CUDA, where the host only launches.
+Rows of the table: no_grad, against torch.nn.Linear; forward + backward + cast of all master weights, against BF16
+weights and a copy of the masters into them; a step of torch's fused Adam on the weights themselves. The bars are the
+project's; they hold for CUDA, where the host only launches.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable
 
-# Ratio that must not be passed on the host: to nn.Linear, to the same layers with BF16 weights; and on the GPU.
+# Ratios that must not be exceeded: on the host, to nn.Linear and to the same layers with BF16 weights; and on the GPU.
 BARS = {"no_grad": 0.60, "forward + backward + cast": 1.0, "forward + backward + Adam": 1.5}
 GPU_BARS = {"forward + backward + cast": 1.0, "forward + backward + Adam": 1.1}
 MEMORY_BAR = 0.55
@@ -109,7 +109,7 @@ class Measured(NamedTuple):
 
 
 def measure(arguments: argparse.Namespace, count: int) -> Measured:
-    """Measure chains of so many layers."""
+    """Measure chains of the given numbers of layers."""
     torch.manual_seed(0)
     dtype, device, size = DTYPES[arguments.dtype], arguments.device, arguments.features
     x = torch.randn(arguments.rows, size, dtype=dtype, device=device)

@@ -3,14 +3,14 @@
     NCCL_NVLS_ENABLE=0 python benches/ranks.py --ranks 2 [--hidden 8192] [--rows 8192] [--seconds 60] \
         [--parts layers] [--kinds column LayerNormMLP] [--recipes current] [--connections 8 [--chunks 4]]
 
-Every case is printed as a line of JSON when it is done. With ``--seconds`` the cases share that time: each makes as
-many rounds as its share has room for, 3 at least, and cases that find no time left are named and left out.
+Every case is printed as a line of JSON when it is done. With ``--seconds`` the cases share that time. Each case makes
+as many rounds as its share allows, 3 at least. Cases that find no time left are named and left out.
 
 ``layers``: GPU time of forward and backward with sequence parallelism, in turn with Transformer Engine's layers, and
-how much of the collectives' own time is hidden: the time without them is taken of the same layer with collectives that
-do nothing. ``--connections 8`` lets te_fast move chunks beside the products. ``host``: 100 ``Linear(256)`` under
-delayed scaling, whose maxima are reduced over the ranks, over ``nn.Linear``. ``scaling``: steps of DDP and FSDP2 in
-BF16 with layers of te_fast and of torch.
+the share of the collectives' own time that is hidden. The time without collectives is that of the same layer with
+collectives that do nothing. ``--connections 8`` lets te_fast move chunks beside the products. ``host``: the host time
+of 100 ``Linear(256)`` under delayed scaling, whose maxima are reduced over the ranks, over that of ``nn.Linear``.
+``scaling``: steps of DDP and FSDP2 in BF16 with layers of te_fast and of torch.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ BAR_LAYERS, BAR_HIDDEN, BAR_HOST = 0.90, 0.60, 1.0
 COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
 PARTS = ("layers", "host", "scaling")
 KINDS = ("column", "row", "norm + column", "LayerNormMLP")
-#: A case as it is measured: its part, its name, and what measures it within so many seconds.
+#: A case: its part, its name, and the function that measures it within a number of seconds.
 Case = tuple[str, str, "Callable[[argparse.Namespace, float], dict[str, float]]"]
 LEAST_ROUNDS, WARM_UP = 3, 2
 
@@ -71,7 +71,7 @@ def without_communication(seen: list[tuple[str, list[torch.Tensor]]]) -> Iterato
     originals = {name: getattr(dist, name) for name in COLLECTIVES}
 
     def idle(name: str, *tensors: torch.Tensor, async_op: bool = False, **given: Any) -> Any:
-        if tensors[0].dtype == torch.int64:  # the comparison of calls, which must find them alike
+        if tensors[0].dtype == torch.int64:  # the comparison of calls must still run
             return originals[name](*tensors, async_op=async_op, **given)
         seen.append((name, list(tensors)))
         return _Done() if async_op else None
@@ -104,7 +104,7 @@ def burst_us(body: Callable[[], object], calls: int, device: torch.device) -> fl
 
 
 def slowest(values: list[float], arguments: argparse.Namespace) -> list[float]:
-    """Return of each number the largest of all ranks."""
+    """Return the largest value of all ranks for each number."""
     found = torch.tensor(values, dtype=torch.float64, device=arguments.device)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return list(map(float, found.tolist()))
@@ -113,7 +113,7 @@ def slowest(values: list[float], arguments: argparse.Namespace) -> list[float]:
 def medians(
     bodies: dict[str, Callable[[], object]], arguments: argparse.Namespace, seconds: float
 ) -> dict[str, float]:
-    """Median microseconds of each, in turn; of all ranks the slowest's. All ranks make as many rounds."""
+    """Median microseconds of each body, in turn, on the slowest rank. All ranks make the same number of rounds."""
     for _ in range(WARM_UP):
         once = [burst_us(body, 1, arguments.device) for body in bodies.values()]
     call_s = sum(slowest(once, arguments)) * 1e-6
@@ -350,7 +350,7 @@ def worker(rank: int, arguments: argparse.Namespace, store: str) -> None:
 
 
 def cases(arguments: argparse.Namespace) -> list[Case]:
-    """Return the requested tensor."""
+    """Return the requested cases."""
     found: list[Case] = []
     if "layers" in arguments.parts:
         for kind, name in product(arguments.kinds, (None, *arguments.recipes)):
@@ -422,7 +422,7 @@ def main() -> int:
     )
     parser.set_defaults(calls=10)
     arguments = parser.parse_args()
-    # NVLink multicast is off: machines that are shared do not have it.
+    # NVLink multicast is off: shared machines do not have it.
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", arguments.connections)
     with tempfile.TemporaryDirectory() as folder:

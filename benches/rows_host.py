@@ -2,12 +2,12 @@
 
     python benches/rows_host.py [--device cuda] [--length 24 --features 1024 --row-counts 56]
 
-A chain of ``ops.Linear`` and one ``te.Linear``, without gradients and under delayed scaling, in turn with
+A chain of ``ops.Linear`` and one ``te.Linear`` run without gradients and under delayed scaling, in turn with
 ``torch.nn`` and, where it is installed, with Transformer Engine. They are called in three ways. Same addresses:
-torch's allocator gives each output the memory of the one before, so that te_fast replays the launches of a call as
-one graph. Fresh addresses: outputs stay alive, so that none is replayed. Row counts in turn: inputs of 64 rows, of
-72, and so on, each of which te_fast sizes once. Calls before the first burst do not count. On the CPU the host
-backend computes within the call, so the figures there show that it runs.
+torch's allocator gives each output the memory of the previous output, so that te_fast replays the launches of a call
+as one graph. Fresh addresses: outputs stay alive, so that no call is replayed. Row counts in turn: inputs of 64 rows,
+of 72, and so on; te_fast sizes each row count once. Calls before the first burst do not count. On the CPU the host
+backend computes within the call, so the figures there only show that the bench runs.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 SAME, FRESH, TURNS = "same addresses", "fresh addresses", "row counts in turn"
-# Outputs that are kept alive at most: then all go, and addresses come again that are long forgotten.
+# The most outputs that are kept alive. Then all are freed, and te_fast has long forgotten the addresses that return.
 ALIVE = 400
-# Launches of a burst by the plain chain: so few that those of te_fast, twice as many, do not fill the device's queue.
+# Launches of a burst by the plain chain. te_fast makes twice as many, which still do not fill the device's queue.
 BURST = 192
 # Calls per row count before the first burst: the third one of equal addresses is a replay.
 WARM_UP = 3

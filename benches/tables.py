@@ -24,7 +24,7 @@ One file for each bench and machine, written by the bench; `python benches/table
 is quoted with what stands above its table. Times are microseconds where a column does not say otherwise;
 `low` and `high` are quartiles.
 """
-#: Host time over torch.nn's, by what is called: a bench, and where its figures are.
+#: Sources of the host time over torch.nn's, by kind of call: a bench, and the place of its figures.
 LINEAR = {
     "`Linear`, inference, cached weight": ("linear_host", "no_grad"),
     "`Linear`, forward + backward": ("linear_host", "forward + backward"),
@@ -61,14 +61,14 @@ def rows_of(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str,
 
 
 def text(value: float | str | None) -> str:
-    """Show a figure with as many digits as it is good for."""
+    """Show a figure with its significant digits."""
     if value is None or isinstance(value, str):
         return value or ""
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def table(rows: dict[str, Scalars]) -> list[str]:
-    """Rows and columns, whichever way is higher than wide."""
+    """Rows and columns, turned where the table would be wider than high."""
     columns = list(dict.fromkeys(name for row in rows.values() for name in row))
     if len(columns) > max(len(rows), 6):
         turned = {

@@ -3,11 +3,11 @@
     python benches/transformer_layer.py [--tokens 2048 512] [--recipes delayed current] [--layers 8] [--rope]
 
 Layers have hidden size 2048, feed-forward size 5632 and heads of 128, RMSNorm, SwiGLU and no biases; parameters are
-BF16, the optimizer is fused AdamW. All ways are built first and make their steps in turn, in one process; Transformer
-Engine's where it can be imported.
+BF16, the optimizer is fused AdamW. All ways are built first and make their steps in turn, in one process. Transformer
+Engine runs where it can be imported.
 
 "Step" is the median between two synchronisations, "host" the host's time for forward and backward, "GPU" the time per
-step of five that are queued behind a pause. Every figure is also given over torch's, eager.
+step of five that are queued behind a pause. Every figure is also given as a ratio to eager torch's.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def turned(x: torch.Tensor) -> torch.Tensor:
 
 
 class TorchLayer(torch.nn.Module):
-    """A layer of torch's own modules, as one would write it."""
+    """A layer of torch's own modules, as users write it."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ def ways(recipes: list[str], layers: int, device: torch.device) -> Iterator[part
 
 
 def started(make: partial[Way], device: torch.device, *, rope: bool) -> Way:
-    """Make a way and let it take a step, which raises here if it does."""
+    """Make a way and let it take a step, so that a way that raises does so here."""
     way = make()
     x = torch.randn(1, HEAD, HIDDEN, device=device, dtype=torch.bfloat16)
     way.step(x, te.RotaryPositionEmbedding(HEAD)(HEAD).to(device) if rope else None)

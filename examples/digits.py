@@ -2,10 +2,10 @@
 
     python examples/digits.py [--recipe delayed|current|block] [--device cpu|cuda]
 
-Both networks start from the same weights and see the same batches. Writes the loss curves to
-``demo_out/``, prints the test accuracies and the host time per forward (on a CPU, where layers compute
-within the call, that of the bookkeeping alone), and fails if FP8 learns less:
-both accuracies must reach 0.97 and differ by 0.01 at the most.
+Both networks start from the same weights and see the same batches. The script writes the loss curves to
+``demo_out/`` and prints the test accuracies and the host time per forward. On a CPU, where layers compute within
+the call, it is the host time of the bookkeeping alone. The script fails if FP8 learns less: both accuracies must
+reach 0.97 and differ by 0.01 at the most.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def networks(device: torch.device) -> tuple[torch.nn.Sequential, torch.nn.Sequen
         fast += torch.nn.Sequential(te.Linear(inputs, outputs, device=device), torch.nn.ReLU())
     plain.pop(-1)
     fast.pop(-1)
-    # A layer of te_fast takes the state of nn.Linear; only its recipe state is not in there.
+    # A layer of te_fast takes the state of nn.Linear, which lacks only the state of the recipe.
     fast.load_state_dict(plain.state_dict(), strict=False)
     return plain, fast
 
@@ -131,8 +131,8 @@ def host_times(runs: dict[str, Run], x: torch.Tensor) -> Table:
     fast, plain = runs["FP8"].network[2], runs["FP32"].network[2]
     rows = x.new_zeros(BATCH, WIDTHS[1]).normal_()
     if x.device.type == "cpu":
-        # Kernels are noted instead of run, as a GPU would be launched to; torch cannot leave its
-        # arithmetic out, so that its layer gets next to none to do.
+        # Kernels are recorded instead of run, as the host would launch them to a GPU. torch cannot leave its
+        # arithmetic out, so that its layer is made tiny.
         plain, row = torch.nn.Linear(16, 16), x.new_zeros(1, 16)
         title = "bookkeeping of a forward on this CPU, without the arithmetic"
         plain_name = "torch.nn.Linear FP32, [1, 16] to 16"
@@ -146,7 +146,7 @@ def host_times(runs: dict[str, Run], x: torch.Tensor) -> Table:
     for column in ("layer", "µs", "/ nn.Linear"):
         table.add_column(column, justify="left" if column == "layer" else "right")
     with torch.no_grad(), runs["FP8"].region:
-        fast(rows)  # quantises the weight, which the forwards that are timed find cached
+        fast(rows)  # quantises the weight; the timed forwards then find it cached
         with recorded:
             timings = interleave(bodies, x.device)
     for name, timing in timings.items():

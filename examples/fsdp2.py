@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/fsdp2.py [--recipe current] [--steps 20] [--compile]
 
-The order is what matters: `te_fast.convert` sees plain parameters, the compiler sees te_fast's layers as operators, and
-`fully_shard` gathers a layer's parameters around its call. Runs on GPUs with NCCL, else on CPUs with gloo.
+The order matters: `te_fast.convert` needs plain parameters, the compiler sees te_fast's layers as operators, and
+`fully_shard` gathers a layer's parameters around its call. The script runs on GPUs with NCCL, else on CPUs with gloo.
 """
 
 from __future__ import annotations

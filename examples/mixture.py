@@ -3,8 +3,9 @@
     python examples/mixture.py [--recipe delayed|current|block] [--device cpu|cuda] [--steps 200]
 
 The task is a mixture, too: points around eight centres, each with a linear map of its own to the targets. Both networks
-start from the same weights and see the same batches. Prints the losses and how evenly the experts are used, and fails
-if FP8 learns less: its last loss must be below a fifth of the first one, and at most 1.5 times that of high precision.
+start from the same weights and see the same batches. The script prints the losses and how evenly the experts are used.
+It fails if FP8 learns less: the last FP8 loss must be below a fifth of the first, and at most 1.5 times the last loss
+in high precision.
 """
 
 from __future__ import annotations

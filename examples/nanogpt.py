@@ -3,7 +3,7 @@
     python examples/nanogpt.py [--recipe delayed|current|block|none] [--steps 200] [--text FILE] [--device cpu|cuda]
 
 The model is nanoGPT's: layers of torch, learnt positions, a head that shares the embedding's weight. te_fast
-needs `te_fast.convert(model)` behind the model's construction and `te.autocast` around its forward. `--recipe none`
+needs `te_fast.convert(model)` after the model's construction and `te.autocast` around its forward. `--recipe none`
 leaves out both.
 """
 

@@ -1,4 +1,4 @@
-"""Activation functions in plain torch, written from their formulas: what both backends are compared with."""
+"""Activation functions in plain torch, written from their formulas, as references of both backends."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import reference
 UNARY = ["gelu", "qgelu", "relu", "srelu", "silu"]
 GATED = ["geglu", "glu", "qgeglu", "reglu", "sreglu", "swiglu", "clamped_swiglu", "situ_glu"]
 FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-# Distance from the FP64 result, as a share of it: half a unit in the last place of 8, 11 and 24 bits, and for the
-# FP32 arithmetic inside what 2^x, 1/x and five roundings may cost.
+# Bounds relative to the FP64 result: half a unit in the last place of 8, 11 and 24 bits, and for the FP32 arithmetic
+# the errors of 2^x, 1/x and five roundings.
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 0.0}
 ARITHMETIC = 2e-6
-# The same where sigmoid(u) is as small as exp(-88): rounding u costs |u| 2^-24 of it, twice.
+# The same bound where sigmoid(u) is as small as exp(-88): rounding u changes sigmoid(u) by |u| 2^-24 of it, twice.
 TAIL = 2e-5
-# Absolute: of FP32 where that tail is not what is looked at, else the least number that a result may be 0 for, since
-# the sigmoid's reciprocal is flushed just before expf overflows in Transformer Engine's.
+# Absolute bounds. FLUSHED is for tests of that tail: below it a result may be 0, since the sigmoid's reciprocal is
+# flushed just before expf overflows in Transformer Engine's kernels.
 ABSOLUTE = {torch.bfloat16: 1e-35, torch.float16: 2.0**-24, torch.float32: 1e-9}
 FLUSHED = 1e-35
 
@@ -59,7 +59,7 @@ def clamped(x, low, high):
 
 
 def activate(x, function):
-    """The function of a tensor of any type, in that type."""
+    """The function of a tensor, computed in the tensor's type."""
     if function.name in _CURVES:
         return _CURVES[function.name](x)
     g, linear = split(x, function.interleave)
@@ -132,7 +132,7 @@ def assert_fp8_near(got, expected, scale, fmt, magnitude=None):
 
 
 def edge_values(dtype, count, seed=0):
-    """`count` values: everything peculiar first, then numbers of all sizes."""
+    """`count` values: special values first, then numbers of all sizes."""
     info = torch.finfo(dtype)
     special = [
         0.0,

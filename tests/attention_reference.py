@@ -1,4 +1,4 @@
-"""Attention by its formula, in FP64 and sequence by sequence: nothing here is te_fast's, or torch's attention."""
+"""Attention by its formula, in FP64 and sequence by sequence, without te_fast and without torch's attention."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ ACTIVATIONS = {
     "silu": functional.silu,
     "swiglu": lambda x: functional.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
 }
-#: The second one has factors of `weight + 1`.
+#: The second norm has factors of `weight + 1`.
 NORMS = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm"}
 EPS = 1e-3
 

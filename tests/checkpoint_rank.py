@@ -1,6 +1,6 @@
-"""One of some ranks that write and read distributed checkpoints: ``checkpoint_rank.py RANK WORLD FOLDER SCENE ...``.
+"""One of several ranks that write and read distributed checkpoints: ``checkpoint_rank.py RANK WORLD FOLDER SCENE ...``.
 
-Models on other numbers of ranks read what was written, and compute what one rank computes. Run by
+Models on other numbers of ranks read the checkpoints, and compute the same results as one rank. Run by
 ``unit/test_sharded_ranks.py``.
 """
 
@@ -44,7 +44,7 @@ def folder():
 
 
 class Model(torch.nn.Module):
-    """Every kind of share: by column, by row, of two matrices in one, of queries, keys and values, of experts."""
+    """A model with every kind of share: by column, by row, of two matrices in one, of QKV products, of experts."""
 
     def __init__(self, group):
         super().__init__()
@@ -62,7 +62,7 @@ class Model(torch.nn.Module):
         mode = {"tensor_parallel_group": group, "device": "cpu", "dtype": torch.bfloat16}
         self.chain = te.ops.Sequential(
             te.ops.Linear(HIDDEN, FFN, tensor_parallel_mode="column", **mode),
-            # Each rank's bias is added to the sum: that is no share of one bias.
+            # Each rank adds its bias to the sum, so it is not a share of one bias.
             te.ops.Linear(FFN, HIDDEN, bias=False, tensor_parallel_mode="row", **mode),
         )
 
@@ -126,7 +126,7 @@ def other_numbers_of_ranks():
 
 @scene
 def a_share_is_not_the_whole():
-    """What a layer's own state says, which no checkpoint of several ranks can take."""
+    """A layer's own state holds one rank's share, which a checkpoint of several ranks must refuse."""
     layer = te.Linear(HIDDEN, FFN, parallel_mode="column", tp_group=dist.group.WORLD, device="cpu")
     state = te_fast.sharded_state_dict(layer)
     assert tuple(layer.state_dict()["weight"].shape) == (FFN // 2, HIDDEN)
@@ -152,7 +152,7 @@ def a_share_is_not_the_whole():
 
 @scene
 def weights_in_fp8():
-    """From a checkpoint in BF16, and to one."""
+    """FP8 weights are read from a checkpoint in BF16, and written to such a checkpoint."""
     world = dist.group.WORLD
     for name, make in RECIPES.items():
         with torch.no_grad(), folder() as first, folder() as second:
@@ -190,7 +190,7 @@ def weights_in_fp8():
 
 @scene
 def experts():
-    """Each has its number among those of all ranks, in parameters of their own and in one."""
+    """Experts are numbered across all ranks, in separate parameters and in a stacked one."""
     for stacked in (False, True):
         sizes = (HIDDEN, FFN, 4, 2)
         options = {"device": "cpu", "single_grouped_weight": stacked}

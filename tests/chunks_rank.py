@@ -1,7 +1,7 @@
-"""One of some ranks whose collectives travel in chunks: ``python chunks_rank.py RANK WORLD FOLDER SCENE ...``.
+"""One of several ranks whose collectives travel in chunks: ``python chunks_rank.py RANK WORLD FOLDER SCENE ...``.
 
-Results and gradients are those of one chunk, on the CPU bit for bit; ``parallel_rank.py`` compares one chunk with plain
-torch. Run by ``unit/test_parallel_ranks.py``.
+Results and gradients equal those of one chunk, on the CPU bit for bit; ``parallel_rank.py`` compares one chunk with
+plain torch. Run by ``unit/test_parallel_ranks.py``.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def seeded(make, dtype, **given):
 
 
 def step(name, layer, recipe, dtype, number=0):
-    """One forward and backward; everything that they leave."""
+    """One forward and backward; returns all their results."""
     rank, size = dist.get_rank(), dist.get_world_size()
     layer.zero_grad()
     rows = ROWS * size if name == "row" else ROWS
@@ -112,7 +112,7 @@ def every_number_of_chunks():
         if recipe is not None and dtype == torch.float32:
             continue
         whole = seeded(LAYERS[name], dtype)
-        # The second step's scales are of the first one's maxima.
+        # The second step's scales come from the first step's maxima.
         steps = range(2 if recipe == "delayed" else 1)
         expected = [step(name, whole, recipe, dtype, number) for number in steps]
         for count in (2, 5):
@@ -154,7 +154,7 @@ def options_of_layers():
 
 
 def products(*call):
-    """Matrix products that a call makes, behind one that decides."""
+    """Matrix products that a call makes, after a first call that makes the choices."""
     step(*call)
     before = te_fast.dispatch.counters()["gemms"]
     step(*call)
@@ -163,7 +163,7 @@ def products(*call):
 
 @scene
 def products_are_cut():
-    """A chunk's product waits for no other chunk: there is one for each piece."""
+    """A chunk's product waits for no other chunk: each piece has a product of its own."""
     size = dist.get_world_size()
     for name, recipe in product(("column", "row"), (None, "delayed", "current")):
         layer = seeded(LAYERS[name], torch.bfloat16)
@@ -182,7 +182,7 @@ def products_are_cut():
 
 @scene
 def collectives():
-    """Rows arrive, and leave, where those of one collective do."""
+    """Rows arrive at and leave from the same places as those of one collective."""
     rank, size = dist.get_rank(), dist.get_world_size()
     ranks = Ranks("layer", dist.group.WORLD)
     for count, dtype in product((2, 3, 8), (torch.float32, torch.bfloat16, torch.uint8)):

@@ -20,7 +20,7 @@ from parallel_rank import random, region, share
 from ranks import Scenes, device
 from recipes import RECIPES
 
-# torch before 2.11 makes instances of autograd functions while it compiles, and warns of that itself.
+# torch before 2.11 makes instances of autograd functions while it compiles, and then warns of its own instances.
 warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
 COLS, FFN = 32, 64
 scenes = Scenes()
@@ -200,7 +200,7 @@ def what_graphs_refuse():
         COLS, FFN, parallel_mode="row", sequence_parallel=True, tp_group=dist.group.WORLD, device=device(), name="row"
     )  # fmt: skip
     size = dist.get_world_size()
-    # Where torch 2.8 keeps the message to itself it names the error.
+    # torch 2.8 may give the error's name without its message.
     message = refusal_of(row, torch.ones(size + 1, COLS // size))
     assert "row: sequence_parallel" in message or "ShapeError" in message
     late = te.Linear(COLS, FFN, parallel_mode="row", tp_size=size, device=device(), name="late")

@@ -1,6 +1,6 @@
 """One of two ranks that train a compiled model: ``python compiled_rank.py RANK FOLDER SCENE:RECIPES:WAYS ...``.
 
-Writes what it saw as JSON. Run by ``unit/test_compiled_ranks.py``, in two processes of their own.
+Writes its results as JSON. Run by ``unit/test_compiled_ranks.py``, in two processes of their own.
 """
 
 import datetime
@@ -77,7 +77,7 @@ def compiled_blocks(model):
     return fully_sharded(model)
 
 
-#: How a model is run; what the first of a list computes, the others must.
+#: How a model is run; the others of a list must compute the same as the first.
 DATA_PARALLEL = {
     "eager": DistributedDataParallel,
     "compiled around": lambda model: compiled(DistributedDataParallel(model)),

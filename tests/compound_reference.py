@@ -83,7 +83,7 @@ def norm(layer, parameters, x):
 
 
 def exact(layer, x, grad, ln_grad=None):
-    """Results and gradients in FP64, by name; of what the layer does not apply, zeros."""
+    """Results and gradients in FP64, by name; zeros for parameters that the layer does not apply."""
     x = x.detach().double().requires_grad_()
     own = {name: p.detach().double().requires_grad_() for name, p in layer.named_parameters()}
     ln = norm(layer, own, x)
@@ -104,7 +104,7 @@ def exact(layer, x, grad, ln_grad=None):
 
 
 def _quantiser(name):
-    """``q(t, is_weight, is_grad, transposed)``: FP8's values of ``t`` in FP64, delayed scaling at scale 1."""
+    """``q(t, is_weight, is_grad, transposed)``: ``t`` rounded to FP8, in FP64; delayed scaling has scale 1."""
     one = torch.tensor(1.0)
 
     def quantise(t, *, is_weight=False, is_grad=False, transposed=False):

@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
     from fresh import Processes
 
-# Each of the processes that share the tests has one core: more threads would only wait for each other. The environment
-# has to say so before torch and the native module are loaded.
+# Each of the processes that share the tests has one core: more threads would only wait for each other. The variables
+# must be set before torch and the native module are loaded.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("RAYON_NUM_THREADS", "1")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-# Two processes share the files: they end together if what takes longest begins.
+# Two processes share the files: they end together if the longest files begin.
 LONG = (
     "test_megatron.py",
     "test_graphs.py",
@@ -38,7 +38,7 @@ LONG = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first, others as they were."""
+    """Run long files first, the other files in their order."""
     order = {name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: order.get(item.path.name, len(LONG)))
 
@@ -62,10 +62,10 @@ def _fixed_seed() -> None:
         torch.default_generator.manual_seed(0)
 
 
-# The names of recipes.RECIPES, which this file cannot import: te_fast and torch come behind the environment above.
+# The names of recipes.RECIPES, which this file cannot import: te_fast and torch must load after the variables are set.
 @pytest.fixture(params=["delayed", "current", "block"])
 def recipe(request: pytest.FixtureRequest) -> object:
-    """Each recipe with its defaults; a module that needs others has a fixture of that name."""
+    """Each recipe with its defaults; a module that needs other recipes overrides this fixture."""
     from recipes import RECIPES
 
     return RECIPES[request.param]()

@@ -19,7 +19,7 @@ CASES = [
     for dtype in (torch.float32, torch.bfloat16)
     for smoothing in (0.0, 0.2)
     for reduced in (False, True)
-    # Tokens that no model may choose have logits of minus infinity, of which no mean is.
+    # Tokens that no model may choose have logits of minus infinity, which would spoil a mean.
     for hidden in ({False, not smoothing})
 ]
 
@@ -32,7 +32,7 @@ def problem(dtype, hidden):
     target[1, 2] = target[3, 0] = IGNORED
     target[0] = torch.tensor([0, VOCABULARY // 2, VOCABULARY - 1])  # at the borders of shards
     if hidden:
-        logits[..., 20:23] = -torch.inf  # of the last of four ranks the most
+        logits[..., 20:23] = -torch.inf  # most of the last of four ranks' tokens
         logits[2] += 3e4  # far from where exp is finite
     grad = torch.randn(4, 3, generator=generator)
     return logits, target, grad
@@ -58,7 +58,7 @@ def main(rank, ranks, folder):
         shard = logits.chunk(ranks, dim=2)[rank]
         found.append(losses_of(shard, target, grad, case, dist.group.WORLD))
     torch.save(found, folder / f"{rank}.pt")
-    dist.barrier()  # nobody closes connections that others read
+    dist.barrier()  # no rank closes connections that others read
     dist.destroy_process_group()
 
 

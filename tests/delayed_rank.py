@@ -1,4 +1,4 @@
-"""One of two ranks with layers of delayed scaling: ``python delayed_rank.py RANK FOLDER`` writes what it saw as JSON.
+"""One of two ranks with layers of delayed scaling: ``python delayed_rank.py RANK FOLDER`` writes its results as JSON.
 
 Run by ``unit/test_delayed_ranks.py``, in two processes of their own: layers of other tests would take part.
 """
@@ -57,7 +57,7 @@ def groups(rank):
 
 
 def copies(rank):
-    """On one rank alone, where nothing has run them."""
+    """Copies of layers on one rank alone, which has not run them."""
     layer = te.Linear(16, 16, device="cpu", bias=False)
     recipe = DelayedScaling(amax_history_len=2)
     with torch.no_grad():
@@ -84,7 +84,7 @@ def deaths(rank):
 
 
 class Watched:
-    """Notes how many maxima are reduced, and how often ranks compare what they have run."""
+    """Notes how many maxima are reduced, and how often ranks compare the layers that they have run."""
 
     def __init__(self):
         self.reduced, self.compared = [], 0
@@ -108,14 +108,14 @@ class Watched:
 
 
 def garbage(rank):
-    """A layer that one rank frees at once, and the other only when its garbage collector comes by."""
+    """A layer that one rank frees at once, and the other only when its garbage collector runs."""
     gc.collect()
     gc.disable()
     recipe = DelayedScaling(amax_history_len=2)
     first, last = (make_state(recipe, tensors=1, group=dist.group.WORLD) for _ in range(2))
     between = te.Linear(16, 16, device="cpu", bias=False)
     if rank == 1:
-        between.itself = between  # a circle
+        between.itself = between  # a reference cycle
     with Watched() as watched:
         with region(recipe, dist.group.WORLD):
             between(torch.full((16, 16), 8.0 + rank))
@@ -147,7 +147,7 @@ def others(rank):
 
 
 def changes(rank):
-    """Of recipes between regions: length, margin, format, whether to reduce; and of the histories alone."""
+    """Changes of recipes between regions (length, margin, format, reduction), and changes of the histories alone."""
     state, other = make_state(), make_state(amax_compute_algo="most_recent")
     steps = []
     for recipe in (
@@ -180,7 +180,7 @@ def own_algorithms(rank):
 
 
 def layers(rank):
-    """Steps of a model: both directions are reduced, and what is kept in the meantime agrees."""
+    """Steps of a model: the maxima of both directions are reduced, and the states agree after each step."""
     torch.default_generator.manual_seed(0)
     model = torch.nn.Sequential(
         te.Linear(32, 32, device="cpu"),

@@ -7,7 +7,7 @@ from te_fast.runtime.delayed import DelayedScalingRecipeState
 
 
 def make_state(recipe=None, *, mode="forward", tensors=3, group=None, **fields):
-    """A state that takes part in updates, as after a forward."""
+    """A state that takes part in updates, as it does after a forward."""
     recipe = recipe or DelayedScaling(amax_history_len=4, **fields)
     state = DelayedScalingRecipeState(
         recipe, mode=mode, num_quantizers=tensors, device="cpu", group=group
@@ -17,7 +17,7 @@ def make_state(recipe=None, *, mode="forward", tensors=3, group=None, **fields):
 
 
 def record(state, values):
-    """Raise the live maxima, and say so."""
+    """Raise the live maxima, and mark the state as run."""
     live = state.amax_history[0]
     torch.maximum(live, torch.tensor(values, dtype=torch.float32), out=live)
     state.slots.mark_ran()

@@ -1,4 +1,4 @@
-"""A small layer of every kind that has weights, on the CPU: for tests of what is true of all."""
+"""A small layer of every kind that has weights, on the CPU, for tests of properties that all layers share."""
 
 from __future__ import annotations
 

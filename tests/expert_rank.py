@@ -1,7 +1,7 @@
-"""One of some ranks that share the experts of a mixture: ``python expert_rank.py RANK WORLD FOLDER SCENE ...``.
+"""One of several ranks that share the experts of a mixture: ``python expert_rank.py RANK WORLD FOLDER SCENE ...``.
 
 Each scene compares with one rank that has all experts and all tokens: in high precision with plain torch in FP64, in
-FP8 bit for bit with the block that one rank has. Run by ``unit/test_expert_ranks.py``.
+FP8 bit for bit with the block of a single rank. Run by ``unit/test_expert_ranks.py``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def random(*shape, seed):
 
 
 def fill(block, first=0):
-    """Weights that depend on the number of the expert alone; `first` is that of the block's first one."""
+    """Weights that depend on the number of the expert alone; `first` is the number of the block's first expert."""
     with torch.no_grad():
         block.router.copy_(random(*block.router.shape, seed=5) * HIDDEN**-0.5)
         for name, parameter in block.experts.named_parameters():
@@ -61,13 +61,13 @@ def whole(**options):
 
 
 def tokens_of(rank, step=0, counts=None):
-    """Ranks have other numbers of tokens."""
+    """Tokens of a rank; the ranks have different numbers of them."""
     count = 10 + 7 * rank if counts is None else counts[rank]
     return random(count, HIDDEN, seed=50 + rank + 10 * step)
 
 
 def reference(block, x):
-    """The result in FP64, and leaves that gradients reach."""
+    """The result in FP64, and the leaves that get gradients."""
     leaves = {name: p.detach().double().requires_grad_() for name, p in block.named_parameters()}
     leaves["x"] = x.detach().double().requires_grad_()
     logits = leaves["x"] @ leaves["router"].t()
@@ -86,7 +86,7 @@ def reference(block, x):
 
 
 def own(name):
-    """What one rank with all experts calls a parameter of this rank's."""
+    """The name of this rank's parameter on a single rank with all experts."""
     if name == "router":
         return name
     place, kind = name.rsplit(".", 1)
@@ -108,7 +108,7 @@ def alone():
 
 
 def compare(block, counts, close):
-    """One forward and backward beside one rank's with the tokens of all."""
+    """Compare one forward and backward with those of a single rank that has all tokens."""
     rank, size = dist.get_rank(), dist.get_world_size()
     parts = [tokens_of(other, counts=counts) for other in range(size)]
     x = parts[rank].requires_grad_()
@@ -136,7 +136,7 @@ def high_precision():
             return y, leaves
 
         size = dist.get_world_size()
-        # The last two: a rank without a token, and none at all.
+        # The last two: one rank has no token, then no rank has one.
         for counts in (None, [0] + [12] * (size - 1), [5] + [0] * (size - 1), [0] * size):
             for what, got, wanted in compare(shared(bias=bias), counts, expect):
                 assert got is not None, what
@@ -148,7 +148,7 @@ def high_precision():
 
 @scene
 def fp8():
-    """Rows come in the order in which one rank would have them, so that scales, results and gradients are the same."""
+    """Rows arrive in a single rank's order, so that scales, results and gradients are the same."""
     group = alone()
     for name, make in RECIPES.items():
         mine, one = shared(dtype=torch.bfloat16), whole(dtype=torch.bfloat16)
@@ -175,7 +175,7 @@ def fp8():
 
 @scene
 def one_expert_has_all():
-    """Every row of all ranks goes to two experts of one of them."""
+    """Every row of all ranks goes to two experts of one rank."""
     mine, one = shared(), whole()
     for block in (mine, one):
         with torch.no_grad():

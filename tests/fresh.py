@@ -1,6 +1,6 @@
-"""Scripts in processes of their own: forks of one process that has torch and not te_fast.
+"""Scripts in processes of their own: forks of one process that has imported torch but not te_fast.
 
-Importing torch takes seconds, which each script would pay; a fork pays nothing.
+Each script would need seconds to import torch; a fork need not.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 
-# One line of JSON asks for scripts, which run at the same time; one line answers with what each left.
+# A line of JSON asks for scripts, which run at the same time; a line of JSON answers with the output of each.
 SERVER = """
 import json, os, sys, tempfile, traceback, types
 import torch
@@ -56,7 +56,7 @@ class Processes:
         self.server: subprocess.Popen[str] | None = None
 
     def together(self, *scripts: str) -> list[str]:
-        """Run scripts at the same time; what each wrote to stdout and stderr. One that fails raises."""
+        """Run scripts at the same time; return their stdout and stderr. A script that fails raises here."""
         if self.server is None:
             # A thread of OpenBLAS beside the main one would make fork warn; a script's own warnings are errors.
             env = {"PATH": "/usr/bin:/bin", "OPENBLAS_NUM_THREADS": "1"}
@@ -79,7 +79,7 @@ class Processes:
         return [output for _, output in answers]
 
     def __call__(self, script: str) -> str:
-        """Run one script; what it wrote."""
+        """Run one script and return its output."""
         return self.together(script)[0]
 
     def close(self) -> None:

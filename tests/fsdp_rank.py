@@ -1,4 +1,4 @@
-"""One of two ranks whose FP8 parameters FSDP2 shards: ``python fsdp_rank.py RANK FOLDER`` writes what it saw as JSON.
+"""One of two ranks whose FP8 parameters FSDP2 shards: ``python fsdp_rank.py RANK FOLDER`` writes its results as JSON.
 
 Run by ``unit/test_fsdp_quantized.py``, in two processes of their own.
 """
@@ -48,7 +48,7 @@ def step(model, x, recipe):
 
 
 def gathered_bytes(model):
-    """Counts what the hooks hand to the all-gather meanwhile."""
+    """Count the bytes that the hooks hand to the all-gather meanwhile."""
     counted = [0]
     hook = Float8TensorBase.fsdp_pre_all_gather
 
@@ -71,7 +71,7 @@ def whole(parameter):
 
 
 def trains_as_one(name, reshard):
-    """Bit for bit what one process does: results, and parameters after each step."""
+    """Results, and parameters after each step, equal those of one process bit for bit."""
     recipe, alike = RECIPES[name](), []
     plain, model = build(recipe), shard(build(recipe), reshard_after_forward=reshard)
     classes = {type(parameter.to_local()).__name__ for parameter in model.parameters()}
@@ -106,7 +106,7 @@ def stays_flat(name):
 
 
 def uneven(name):
-    """Rows that the ranks have not as many of."""
+    """Rows that do not divide evenly among the ranks."""
     recipe = RECIPES[name]()
     torch.manual_seed(0)
     with te.quantized_model_init(recipe=recipe):

@@ -34,7 +34,7 @@ def assert_stepped_alike(eager, graphed):
         assert torch.equal(*grads), name
         with torch.no_grad():
             for p, grad in zip((one, two), grads, strict=True):
-                p -= 0.01 * grad.sign()  # bounded: NaNs are equal to nothing
+                p -= 0.01 * grad.sign()  # bounded steps avoid NaNs, which never compare equal
                 p.grad = None
     for one, two in zip(states_of(eager), states_of(graphed), strict=True):
         assert torch.equal(one, two)
@@ -65,7 +65,7 @@ ORDERS = {
 
 
 def run_order(order, forward, losses):
-    """Run chunks in an order: `forward(chunk, microbatch)`, and the backward of what it returns."""
+    """Run chunks in an order: `forward(chunk, microbatch)`, and the backward of its result."""
     counts, results = {}, {}
     for number in order:
         chunk = abs(number) - 1

@@ -13,7 +13,7 @@ import torch._dynamo.guards
 import te_fast.pytorch as te
 from te_fast.runtime.compiling import CAN_COMPILE
 
-# It empties the processor's caches for every graph, to log how long guards take: a tenth of what small graphs cost.
+# torch empties the processor's caches for every graph to log the time of its guards: a tenth of a small graph's cost.
 torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
 
 needs_compile = pytest.mark.skipif(
@@ -22,12 +22,12 @@ needs_compile = pytest.mark.skipif(
 
 
 def compiled(function: Any, **options: Any) -> Any:
-    """Compile without a break; kernels of the compiler's own only where a test asks for them."""
+    """Compile without a graph break; the compiler generates kernels only where a test asks for them."""
     return torch.compile(function, fullgraph=True, **({"backend": "aot_eager"} | options))
 
 
 def refusal_of(function: Any, *arguments: Any) -> str:
-    """What a compiled call raises, with all that led to it: old releases of torch leave the message to the cause."""
+    """The error of a compiled call with its causes: in old releases of torch only a cause has the message."""
     with pytest.raises(Exception) as caught:
         compiled(function)(*arguments)
     messages: list[str] = []
@@ -68,7 +68,7 @@ def assert_trains_alike(
     microbatches: tuple[bool | None, ...] = (None,),
     options: dict[str, Any] | None = None,
 ) -> None:
-    """Train a copy through `forward(model, x, recipe, is_first_microbatch)` compiled, beside the model without.
+    """Train a copy by a compiled `forward(model, x, recipe, is_first_microbatch)`, beside the eager model.
 
     Outputs, gradients, ``main_grad``, scales and histories are compared after every step.
     """

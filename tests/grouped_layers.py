@@ -34,7 +34,7 @@ def make(groups=8, inputs=144, outputs=48, dtype=torch.bfloat16, **options):
 
 
 def with_biases(module):
-    """Give biases values, so that they matter: they are zero at first."""
+    """Give biases values other than zero, so that they change results."""
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             if name.rpartition(".")[-1].startswith("bias"):
@@ -43,7 +43,7 @@ def with_biases(module):
 
 
 def stack(layer):
-    """The experts' weights, whatever parameters they are."""
+    """The experts' weights, stacked, from one parameter or several."""
     names = layer.weight_names
     return list(layer.weight) if names == ["weight"] else [getattr(layer, name) for name in names]
 
@@ -80,7 +80,7 @@ def step(layer, x, grad, recipe, splits=SPLITS, **options):
 
 
 def expected_step(layer, x, grad, name, splits=SPLITS):
-    """Each expert's products in FP64, of operands that are quantised for it alone."""
+    """Each expert's products in FP64, of operands that are quantised separately for the expert."""
     found = {key: [] for key in ("y", "dx", "dw", "db")}
     parts = zip(x.split(splits), grad.split(splits), stack(layer), biases(layer), strict=True)
     for own, dy, weight, bias in parts:

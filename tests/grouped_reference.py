@@ -1,4 +1,4 @@
-"""Grouped products by plain torch in FP64, and ragged operands with poison wherever nothing may be read."""
+"""Grouped products by plain torch in FP64, and ragged operands with poison in all memory that must not be read."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def scales_of(shape: tuple[int, ...], generator: torch.Generator, device: str) -
 
 @dataclass
 class Problem:
-    """Operands as `te_fast.dispatch.grouped_gemm` takes them, and the same in FP64."""
+    """Operands as `te_fast.dispatch.grouped_gemm` takes them, and the same operands in FP64."""
 
     kind: str  # "rows" or "weight_gradient"
     splits: list[int]
@@ -72,7 +72,7 @@ class Problem:
         for start, length in self.spans:
             inside[start : start + length] = True
         self.inside = inside
-        # What is no group's row: zeros where an FP8 weight gradient needs them, else poison.
+        # Rows of no group hold zeros where an FP8 weight gradient needs them, else poison.
         pad = 0.0 if fp8 and not forward else float("nan")
         ends = [start + up(length, BLOCK) for start, length in self.spans if length]
         last = max(ends, default=0)
@@ -114,7 +114,7 @@ class Problem:
     def expected(
         self, out: torch.Tensor, bias: torch.Tensor | None = None, *, accumulate: bool = False
     ) -> torch.Tensor:
-        """What `out` holds afterwards, in FP64."""
+        """The expected contents of `out`, in FP64."""
         result = out.double()
         for group, (start, length) in enumerate(self.spans):
             rows = slice(start, start + length)
@@ -132,7 +132,7 @@ class Problem:
         return result
 
     def magnitude(self) -> torch.Tensor:
-        """The sums of the products' magnitudes, which bound how far roundings may go."""
+        """The sums of the products' magnitudes, which bound the errors of rounding."""
         absolute = Problem(**{name: getattr(self, name) for name in self.__dataclass_fields__})
         absolute.a_exact, absolute.b_exact = self.a_exact.abs(), self.b_exact.abs()
         shape = (self.rows, self.n) if self.kind == "rows" else (len(self.splits), self.n, self.k)

@@ -1,5 +1,5 @@
-"""Graphs on the host: a replay runs the captured function once more, on the same tensors, and nothing of the
-host stays."""
+"""Graphs on the host: a replay runs the captured function again on the same tensors, and leaves no other trace on the
+host."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _REPLACED = ("forward", "backward_dw", "reset")
 
 
 class HostGraph:
-    """A function that a replay runs again; its results go to where those of the capture lie."""
+    """A function that a replay runs again; its results are written over those of the capture."""
 
     def __init__(self, recorder: HostRecorder, run: Any) -> None:
         self._recorder, self._run = recorder, run
@@ -47,7 +47,7 @@ class HostGraph:
 
     @contextmanager
     def _without_traces(self) -> Any:
-        """Undo what a replayed CUDA graph would not do: marks of scales, flags of parameters, hooks."""
+        """Undo changes that a replayed CUDA graph would not make: marks of scales, flags of parameters, hooks."""
         states = delayed.states(forward=True) + delayed.states(forward=False)
         ran = [state.slots.ran for state in states]
         modules = [part for module in self._recorder.modules for part in module.modules()]
@@ -87,12 +87,12 @@ class HostRecorder:
 
     @contextmanager
     def warm_up(self) -> Any:
-        """Do nothing beside."""
+        """Do nothing."""
         yield
 
     @contextmanager
     def keep_random_numbers(self) -> Any:
-        """Put the CPU's generator back."""
+        """Restore the CPU's generator."""
         state = torch.default_generator.get_state()
         yield
         torch.default_generator.set_state(state)
@@ -108,7 +108,7 @@ class HostRecorder:
         return graph, graph.result
 
     def weak(self, x: Any) -> Any:
-        """Return what is there: the host's memory is not shared between captures."""
+        """Return the tensors themselves: captures on the host do not share memory."""
         return x
 
 

@@ -14,7 +14,7 @@ ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-10, torch.float32: 3e-6}
 
 
 def make(inputs=64, outputs=48, dtype=torch.bfloat16, **options):
-    """A layer whose bias matters, where its parameters are in one piece."""
+    """A layer whose bias is not zero, unless its parameters are split."""
     torch.default_generator.manual_seed(inputs + outputs)
     layer = te.Linear(inputs, outputs, device="cpu", params_dtype=dtype, **options)
     if layer.use_bias and options.get("parameters_split") is None:
@@ -38,9 +38,9 @@ def step(layer, x, grad, recipe, **options):
 
 
 def expected(layer, x, grad, name, scale=None):
-    """Products of quantised operands under the recipe of that name, or of the operands themselves where it is None.
+    """Products of quantised operands under the named recipe, or of the operands themselves if the name is None.
 
-    Delayed scaling is taken in its first step, at scale 1; ``scale`` is the one of the gradient in a later step.
+    Delayed scaling is in its first step, at scale 1; ``scale`` is the gradient's scale in a later step.
     """
     w = torch.cat([getattr(layer, weight).detach() for weight in layer.weight_names])
     bias = torch.cat([getattr(layer, bias).detach() for bias in layer.bias_names])

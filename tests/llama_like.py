@@ -1,4 +1,4 @@
-"""A small model of decoder layers as Hugging Face's Llama has them, with the changes that its kin make."""
+"""A small model of decoder layers like those of Hugging Face's Llama, with the variations of related models."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def turned(x):
 
 
 class DynamicCache:
-    """Keys and values of earlier calls, as Transformers keeps them; a forward that is given none makes one."""
+    """Keys and values of earlier calls, as Transformers keeps them; a forward without a cache makes one."""
 
     def __init__(self):
         self.layers = {}
@@ -45,7 +45,7 @@ class DynamicCache:
 
 
 class StaticCache(DynamicCache):
-    """Another cache, of which nothing is known."""
+    """Another kind of cache, which te_fast does not know."""
 
     def update(self, k, v, layer_idx):
         return k, v
@@ -118,7 +118,7 @@ class MLP(nn.Module):
 
 
 class Experts(nn.Module):
-    """Experts as Mixtral has them: a stack of weights for each product, and a loop over those that were chosen."""
+    """Experts like Mixtral's: a stack of weights for each product, and a loop over the chosen experts."""
 
     def __init__(self, count, hidden, ffn, act=None):
         super().__init__()

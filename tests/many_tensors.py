@@ -1,4 +1,4 @@
-"""Quantised tensors of many shapes that one launch writes, and what independent torch code makes of the same values."""
+"""Quantised tensors of many shapes that one launch writes, and references of the same values in independent torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LAUNCHES = {
 
 
 def values_of(shapes, dtype, device, *, seed=0):
-    """Random values of many magnitudes, of which some tensors have special ones; the last tensor is zero."""
+    """Random values of many magnitudes, in some tensors with special values; the last tensor is zero."""
     generator = torch.Generator().manual_seed(seed)
     made = []
     for index, shape in enumerate(shapes):
@@ -37,7 +37,7 @@ def values_of(shapes, dtype, device, *, seed=0):
 
 
 def quantizers(kind, count, fmt, device, usage):
-    """One for each tensor; those of delayed scaling have maxima of their own."""
+    """One quantizer for each tensor; quantizers of delayed scaling have maxima of their own."""
     rowwise, columnwise = usage
     return [
         quantizer(kind, fmt=fmt, rowwise=rowwise, columnwise=columnwise, device=device)
@@ -46,14 +46,14 @@ def quantizers(kind, count, fmt, device, usage):
 
 
 def written(tensors, values):
-    """Names of the launches that write values into quantised tensors, which have other values before."""
+    """Overwrite quantised tensors with values; return the names of the launches."""
     with dispatch.record() as launches:
         torch._foreach_copy_(tensors, values)
     return names_of(launches)
 
 
 def names_of(launches):
-    """Names without element types, of what is recorded."""
+    """Names of the recorded launches, without element types."""
     names = [launch.name for launch in launches if not launch.name.startswith("dequantize")]
     return [re.sub("_many_.*", "_many", name) for name in names]
 

@@ -51,7 +51,7 @@ def launches(function):
 
 
 def check(kind, dtype, device, rows, cols, special):
-    """The bits of the two apart, and no launch that reads for a maximum where they are one."""
+    """The fused chain has the bits of the separate ops, and no launch that reads a tensor for its maximum."""
     torch.default_generator.manual_seed(0)
     chain, first, linear = pair(kind, cols, dtype, device)
     x = values(rows, cols, dtype, device, special)
@@ -68,7 +68,7 @@ def check(kind, dtype, device, rows, cols, special):
 
 
 def check_backward(kind, dtype, device, rows):
-    """The same of gradients: that of an activation finds the scale for the linear op before."""
+    """Check gradients likewise: the activation's gradient finds the scale for the linear op before it."""
     torch.default_generator.manual_seed(0)
     options = {"device": device, "dtype": dtype}
     width = 96 if kind == "swiglu" else 48

@@ -1,7 +1,7 @@
 """Megatron-LM's distributed optimizer and all-to-all where there is no GPU: the host answers what they ask of CUDA.
 
-What is answered here, and nowhere in te_fast: ``device="cuda"``, streams, the names of CUDA's tensor types, and several
-collectives in one call, since gloo makes bytes and BF16 that travel together one type.
+Only this file, and nothing in te_fast, answers these requests: ``device="cuda"``, streams, the names of CUDA's tensor
+types, and several collectives in one call, since gloo gives bytes and BF16 of one call the same type.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class OnTheHost(TorchFunctionMode):
-    """Tensors that are asked for on a GPU are on the host, and say that they are not."""
+    """Tensors that are requested on a GPU are on the host, but report a GPU."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -35,7 +35,7 @@ class OnTheHost(TorchFunctionMode):
 
 
 class _Stream:
-    """A stream of the host, where all has happened."""
+    """A stream of the host, whose work is always done."""
 
     def wait_stream(self, other: Any) -> None:
         """Return: the other one is done."""
@@ -44,7 +44,7 @@ class _Stream:
         """Return: it is done."""
 
     def record_event(self) -> _Stream:
-        """Return what stands for an event, too."""
+        """Return the stream, which also stands for an event."""
         return self
 
 
@@ -67,7 +67,7 @@ def _moved(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> 
 
 
 def answer() -> None:
-    """Let Megatron-LM find what it needs of CUDA and NCCL."""
+    """Let Megatron-LM find the parts of CUDA and NCCL that it needs."""
     import torch
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
     from megatron.core.distributed import param_and_grad_buffer as buffers
@@ -76,9 +76,9 @@ def answer() -> None:
     stream = _Stream()
     torch.cuda.Stream = torch.cuda.current_stream = lambda *_: stream
     torch.cuda.stream = lambda *_: contextlib.nullcontext()
-    # It makes NumPy's of those alone that were on a GPU.
+    # Megatron-LM makes NumPy arrays only of tensors that were on a GPU.
     token_dispatcher.maybe_move_tensor_to_cpu = _moved
-    # It dequantises what it loads into, one tensor after another, if that is on a GPU: here all at once.
+    # On a GPU, Megatron-LM dequantises the destinations of a load one after another; here all at once.
     load = TorchDistLoadShardedStrategy
     load.__init__ = functools.partialmethod(load.__init__, stream_ckpt_dequant=False)
     buffers._coalescing_manager = _one_by_one

@@ -1,4 +1,4 @@
-"""A model of Megatron-LM with its distributed optimizer: ranks have other tokens, and slices of the master weights."""
+"""A model of Megatron-LM with its distributed optimizer: each rank has its own tokens and slices of master weights."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Training:
         return float(loss)
 
     def state(self, *, is_loading: bool) -> dict[str, Any]:
-        """Return what a checkpoint of all ranks has."""
+        """Return the state that a checkpoint of all ranks holds."""
         if not is_loading and self.model.ddp_config.overlap_param_gather:
             self.model.start_param_sync(force_sync=True)
         model = self.model.module.sharded_state_dict()

@@ -1,7 +1,7 @@
 """One rank that trains Megatron-LM's models on te_fast: ``megatron_rank.py RANK RANKS FOLDER SCENES`` leaves losses.
 
-Run by ``unit/test_megatron.py``. Megatron-LM is what PyPI has; it asks for ``transformer_engine`` and gets te_fast by
-te_fast_alias. It knows no CPU: what it asks of ``torch.cuda`` is answered here.
+Run by ``unit/test_megatron.py``. Megatron-LM comes from PyPI; it imports ``transformer_engine`` and gets te_fast by
+te_fast_alias. Megatron-LM does not run on CPUs, so this file answers its calls of ``torch.cuda``.
 """
 
 import copy
@@ -18,7 +18,7 @@ import megatron_host
 ROOT = Path(__file__).parents[1]
 VOCABULARY, LENGTH, BATCH = 128, 32, 2
 STEPS = 4
-#: What a scene says, and what it is else.
+#: The settings of a scene and their defaults.
 SCENE = {
     "tp": 1,  # ranks that share each layer
     "sp": False,  # sequence parallelism among them
@@ -29,7 +29,7 @@ SCENE = {
     "local": False,  # Megatron-LM's own layers
     "recompute": False,  # activations are computed again
     "resume": False,  # go on from a checkpoint, too
-    "load": None,  # the scene whose checkpoint is where training begins
+    "load": None,  # the scene from whose checkpoint training begins
     "distributed": False,  # other tokens on each rank, and Megatron-LM's distributed optimizer
     "param_gather": False,  # its weights are FP8
     "overlap": False,  # collectives beside products
@@ -104,7 +104,7 @@ def make_model(scene, seed):
         attention_dropout=0.0,
         bf16=True,
         params_dtype=torch.bfloat16,
-        # It would write weights behind the values that masters are made of.
+        # Megatron-LM would write the weights, and not the initial values that master weights are made of.
         use_cpu_initialization=not scene["distributed"],
         tensor_model_parallel_size=scene["tp"],
         sequence_parallel=scene["sp"],
@@ -131,7 +131,7 @@ def make_model(scene, seed):
 
 
 def loss_of(model, step, share=0):
-    """Loss on tokens that depend on the step, and on which share of them this is, alone."""
+    """Loss on tokens that depend only on the step and on this rank's share of them."""
     import torch
 
     # Its own attention makes no causal mask without a GPU.
@@ -156,7 +156,7 @@ def train(model, optimizer, steps):
 
 
 def reduce_gradients(model):
-    """What Megatron-LM does under sequence parallelism: parameters that each rank has whole saw a part of the rows."""
+    """Sum gradients as Megatron-LM does under sequence parallelism: whole parameters saw only a part of the rows."""
     import torch.distributed as dist
     from megatron.core import parallel_state
 

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm in FP64, and how far te_fast's may be from it."""
+"""LayerNorm and RMSNorm in FP64, and bounds on te_fast's distance from them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def normalise(x, gamma, function, beta=None):
 
 
 def tolerance(x, gamma, function, beta=None):
-    """What FP32 arithmetic may be off by: roundings of the mean against the deviation, then of y."""
+    """The largest error of FP32 arithmetic: roundings of the mean against the deviation, then of y."""
     x = x.double()
     layer_norm = function.normalization == "LayerNorm"
     mean = x.mean(1, keepdim=True) if layer_norm else torch.zeros_like(x[:, :1])
@@ -46,7 +46,7 @@ def differentiate(dy, x, gamma, function, add=None):
 
 
 def differentiate_saved(dy, x, gamma, stats, add=None):
-    """FP64 gradients of x, gamma and beta of LayerNorm, of the statistics that the forward saved."""
+    """FP64 gradients of x, gamma and beta of LayerNorm, from the statistics that the forward saved."""
     mean, rstd = (stat.double()[:, None] for stat in stats)
     dy, normed = dy.double(), (x.double() - mean) * rstd
     up = dy * gamma.double()
@@ -55,7 +55,7 @@ def differentiate_saved(dy, x, gamma, stats, add=None):
 
 
 def gradient_tolerances(dy, x, gamma, function, add=None):
-    """What FP32 arithmetic may be off by in the gradients of x, gamma and beta: shares of their terms' sizes."""
+    """The largest errors of FP32 arithmetic in the gradients of x, gamma and beta: shares of their terms' sizes."""
     _, mean, rstd = (
         stat if i == 0 else stat[:, None] for i, stat in enumerate(normalise(x, gamma, function))
     )

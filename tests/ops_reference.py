@@ -1,10 +1,10 @@
-"""Formulas of the ops in plain torch, differentiable, for FP64; nothing here uses te_fast."""
+"""Differentiable formulas of the ops in plain torch, for FP64; nothing here uses te_fast."""
 
 from __future__ import annotations
 
 import torch
 
-# Of chains, relative to the largest magnitude of a result: a rounding of every edge.
+# Tolerances of chains, relative to the largest magnitude of a result: one rounding at every edge.
 ROUNDING = {torch.float32: 2e-5, torch.bfloat16: 2**-5, torch.float16: 2**-8}
 
 
@@ -86,7 +86,7 @@ def randomise(module):
 
 
 def compare(module, formula, inputs, *, count=1):
-    """Outputs and gradients of ``module(*inputs)`` and of the formula of inputs and parameters."""
+    """Compare outputs and gradients of ``module(*inputs)`` with those of the formula of inputs and parameters."""
     outputs = module(*inputs)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     assert len(outputs) == count

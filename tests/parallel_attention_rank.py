@@ -1,4 +1,4 @@
-"""One of some ranks that share the heads of attention: ``python parallel_attention_rank.py RANK WORLD FOLDER ...``.
+"""One of several ranks that share the heads of attention: ``python parallel_attention_rank.py RANK WORLD FOLDER ...``.
 
 Each scene compares with the whole layer by its formulas in FP64. Run by ``unit/test_parallel_ranks.py``.
 """
@@ -32,7 +32,7 @@ class Shared(Plain):
         self.quantized = QuantizedLinear(recipe)
 
     def linear(self, x, prefix, parts=("",), weight="weight", bias="bias"):
-        """By column, or, where the input is what ranks have computed, by row."""
+        """Multiply by column, or by row where the ranks have computed the input."""
         whole = torch.cat([self.own[f"{prefix}.{part}{weight}"] for part in parts])
         biases = torch.cat([self.own[f"{prefix}.{part}{bias}"] for part in parts])
         size = dist.get_world_size()
@@ -82,7 +82,7 @@ def whole_of(kind=te.TransformerLayer, **options):
 
 
 def compare(layer, whole, plain, out, wanted, leaves, sequence, tolerance):
-    """Compare results and gradients; `leaves` are inputs of the layer with those of the formulas."""
+    """Compare results and gradients; `leaves` are pairs of inputs, the layer's and the formulas'."""
     rows = (lambda t: share(t, 0)) if sequence else (lambda t: t)
     close(out.detach(), rows(wanted.detach()), tolerance, "y")
     grad = random(*wanted.shape, seed=9)
@@ -94,9 +94,9 @@ def compare(layer, whole, plain, out, wanted, leaves, sequence, tolerance):
     for name, theirs in zip(names, found[len(leaves) :], strict=True):
         parameter = layer.get_parameter(name)
         got = parameter.grad.clone()
-        if getattr(parameter, "sequence_parallel", False):  # the framework's, as the mark says
+        if getattr(parameter, "sequence_parallel", False):  # the framework sums these
             dist.all_reduce(got)
-        if theirs is None or theirs.norm() < 1e-9:  # of keys' biases, which change nothing
+        if theirs is None or theirs.norm() < 1e-9:  # biases of keys change nothing
             assert got.norm() < 1e-3 * grad.norm(), name
         else:
             close(got, part_of(whole, name, theirs), tolerance, f"gradient of {name}")
@@ -150,7 +150,7 @@ def decoders():
 
 @scene
 def transformer_layers_in_fp8():
-    """Beside the formulas on quantised operands; in BF16, beside them in high precision."""
+    """FP8 layers beside the formulas on quantised operands; BF16 layers beside the formulas in high precision."""
     x = random(16, B, HIDDEN, seed=1).float()
     options = {"fuse_qkv_params": True, "fuse_wgrad_accumulation": False}
     for recipe, sequence in product((*RECIPES, None), (False, True)):
@@ -162,14 +162,14 @@ def transformer_layers_in_fp8():
         wide = x.to(dtype).double().requires_grad_()
         with region(recipe):
             out = layer(local)
-        # Operands that round to another side in FP8 are quantised again behind: one rank differs from formulas as much.
+        # Operands that round to another side in FP8 are quantised again later. One rank differs as much.
         tolerance = 8e-2 if recipe else 3e-2
         compare(layer, whole, plain, out, plain(wide), [(local, wide)], sequence, tolerance)
 
 
 @scene
 def attention_has_one_ranks_scales():
-    """Under current scaling queries, keys and values are those of one rank, bit for bit."""
+    """Under current scaling queries, keys and values equal those of one rank, bit for bit."""
     options = {"fuse_qkv_params": True, "attn_mask_type": "causal", "input_layernorm": True}
     whole = whole_of(te.MultiheadAttention, **options)
     x = random(16, B, HIDDEN, seed=1).float()
@@ -225,9 +225,9 @@ def options_of_layers():
         module(share(x, 0), checkpoint_core_attention=True).square().sum().backward()
     for name, weight in weights.items():
         close(weight.main_grad, plain.get_parameter(name).grad.double(), 1e-6, name)
-    # Dropout of attention draws from the generators that ranks have of their own, unless rows are a rank's own.
+    # Dropout of attention draws from each rank's own generator, unless rows are a rank's own.
     assert plain.self_attention.core_attention.get_rng_state_tracker is None
-    # Rows that are no share of seq_length.
+    # These rows are not a share of seq_length.
     layer = make(tp_group=group, ffn=FFN, seq_length=S, **options)
     layer(share(x, 0))
     with raises(AssertionError, f"seq_length = {S}"):

@@ -1,7 +1,7 @@
-"""One of some ranks that share layers: ``python parallel_rank.py RANK WORLD FOLDER SCENE ...``.
+"""One of several ranks that share layers: ``python parallel_rank.py RANK WORLD FOLDER SCENE ...``.
 
-Each scene compares with the whole layer in plain torch, and raises where it differs; the file that is written says of
-each what it raised. Run by ``unit/test_parallel_ranks.py``, in processes of their own.
+Each scene compares with the whole layer in plain torch, and raises where results differ. The script writes the errors
+of each scene to a file. Run by ``unit/test_parallel_ranks.py``, in processes of their own.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def region(name):
 
 
 def linear_of(name):
-    """A linear function in FP64, of what FP8 makes of its operands."""
+    """A linear function in FP64, of operands rounded to FP8."""
     return functional.linear if name is None else QuantizedLinear(name)
 
 
@@ -135,7 +135,7 @@ def check_linear(mode, sequence, recipe, dtype=torch.float32, **options):
     close(dw, share(w0.grad, dim), tolerance, "dw")
     if not options.get("return_bias"):
         db = layer.bias.grad.clone()
-        if rows_out:  # the framework's, as the mark says
+        if rows_out:  # the framework sums these
             dist.all_reduce(db)
         close(db, share(b0.grad, 0) if mode == "column" else b0.grad, tolerance, "db")
     return layer
@@ -313,7 +313,7 @@ def layernorm_mlp():
 
 @scene
 def experts():
-    """Ranks share the features of each expert: column, then row, and a sum that who routes tokens makes."""
+    """Ranks share the features of each expert: column, then row; the caller that routes tokens makes the sum."""
     rank, size = rank_and_size()
     ffn, splits = 64, [16, 0, 32, 16]
     x, g = random(sum(splits), IN, seed=1).float(), random(sum(splits), IN, seed=2).float()
@@ -355,7 +355,7 @@ def experts():
 
 @scene
 def checkpoints_of_other_ranks():
-    """A state of the whole layer, or of other ranks' shares, is refused by the parameter's name; scales go with any."""
+    """A state of the whole layer or of other shares is refused by the parameter's name; scales are always accepted."""
     size = dist.get_world_size()
     options = {"parallel_mode": "column", "tp_group": dist.group.WORLD, "bias": False}
     shared = te.Linear(IN, OUT, device=device(), name="proj", **options)
@@ -369,7 +369,7 @@ def checkpoints_of_other_ranks():
         with pytest.raises(RuntimeError, match=r"size mismatch for weight"):
             target.load_state_dict(source.state_dict())
         assert torch.equal(target.weight, kept)
-    # Cut by hand, as Megatron-LM's distributed checkpoints do: weights and scales are taken.
+    # A state cut by hand, as in Megatron-LM's distributed checkpoints: the layer accepts weights and scales.
     state = whole.state_dict()
     shared.load_state_dict(state | {"weight": state["weight"].chunk(size)[dist.get_rank()]})
     assert torch.equal(shared.weight, share(whole.weight.detach(), 0))
@@ -381,7 +381,7 @@ def checkpoints_of_other_ranks():
 
 
 def check_op(make, mode, sequence, recipe, *, alone=True):
-    """A linear operation: as one native segment, and among Python's."""
+    """Check a linear operation, as one native segment and among operations of Python."""
     size = dist.get_world_size()
     x, w, g = (
         random(ROWS, IN, seed=1),
@@ -568,7 +568,7 @@ def scales_are_those_of_one_rank():
     y0, _, _ = gradients(whole, x, g)
     y, _, _ = gradients(column, share(x, 0), share(g, -1).contiguous())
     assert torch.equal(y, share(y0, -1))
-    # dy of a row-parallel layer: one rank's, beside what ranks make of their rows.
+    # dy of a row-parallel layer: one rank's, compared with the ranks' results for their rows.
     row = te.Linear(IN, OUT, parallel_mode="row", **options)
     w = w.t().contiguous().t()
     w[:, 0 :: IN // size] = 5.0
@@ -582,7 +582,7 @@ def scales_are_those_of_one_rank():
 
 @scene
 def blocks_are_those_of_one_rank():
-    """Block scaling: bytes and scales travel, and are those of all rows; so are results and gradients, bit for bit."""
+    """Block scaling: bytes, scales, results and gradients equal those of one rank with all rows, bit for bit."""
     rank, size = rank_and_size()
     rows, cols, out = 128 * size, 256, 128 * size
     for dtype, kind in product((torch.bfloat16, torch.float32), (te.Linear, te.LayerNormLinear)):
@@ -638,7 +638,7 @@ def blocks_are_those_of_one_rank():
 
 @scene
 def backward_in_high_precision():
-    """What backward reads unquantised travels so, and gives what one rank does."""
+    """Tensors that backward reads unquantised travel unquantised, and give one rank's gradients."""
     x, w = random(ROWS, IN, seed=1).float(), random(OUT, IN, seed=2).float()
     g = random(ROWS, OUT, seed=3).float()
     for name, mode in product(("current", "block"), ("high_precision", "dequantized")):
@@ -659,7 +659,7 @@ def backward_in_high_precision():
 
 @contextmanager
 def collectives():
-    """What travels: the collectives with the type and number of the elements that a rank brings."""
+    """The collectives of a call, with the type and number of the elements that a rank sends."""
     seen = []
     names = {
         "all_gather_into_tensor": "gather",
@@ -687,13 +687,13 @@ def collectives():
 
 
 def without_maxima(seen):
-    """Leave out what the end of a region and the backward of its first layer reduce under delayed scaling."""
+    """Leave out the reductions of delayed scaling at the end of a region and in the backward of its first layer."""
     return [one for one in seen if one[:2] != ("sum", "float32") or one[2] == 1]
 
 
 @scene
 def what_travels():
-    """The collectives of Transformer Engine's table, no more, and what autograd keeps: this rank's rows alone."""
+    """The collectives are exactly those of Transformer Engine's table, and autograd keeps this rank's rows alone."""
     size = dist.get_world_size()
     rows = ROWS // size
     local, whole, out = rows * IN, ROWS * IN, ROWS * OUT
@@ -783,7 +783,7 @@ def inputs_of_every_kind():
 
 @scene
 def sequence_parallel_may_change_between_calls():
-    """As Megatron's inference does around each call; weights are quantised once."""
+    """Megatron's inference changes it around each call; weights are quantised once."""
     rank, size = rank_and_size()
     x = random(ROWS, IN, seed=1).float()
     layer = te.Linear(
@@ -881,7 +881,7 @@ def ranks_that_disagree():
         wanted = torch.set_grad_enabled(rank == 0)
         with raises(RuntimeError, "proj: the set of what wants gradients"), wanted:
             layer(x)
-        layer(x).sum().backward()  # and goes on where they agree
+        layer(x).sum().backward()  # training goes on where the ranks agree
         former = te_fast.communication_chunks(rank + 1)
         with raises(RuntimeError, "proj: the number of communication_chunks"):
             layer(x)
@@ -893,7 +893,7 @@ def ranks_that_disagree():
 
 @scene
 def layers_of_every_kind_disagree():
-    """Whatever shares: its name, or its class's, and all ranks raise."""
+    """All ranks raise for every kind of shared layer, with its name or its class's."""
     rank, size = rank_and_size()
     options = {"device": device(), "tp_group": dist.group.WORLD, "sequence_parallel": True}
     shared = {"tensor_parallel_group": dist.group.WORLD, "sequence_parallel": True}
@@ -939,7 +939,7 @@ def sizes_that_ranks_cannot_share():
 
 @scene
 def a_rank_with_another_group():
-    """One that takes a group of its own computes alone; the others find out within their group's timeout."""
+    """A rank with a group of its own computes alone; the others find out within their group's timeout."""
     rank, size = rank_and_size()
     short = datetime.timedelta(seconds=2)
     common = dist.new_group(list(range(size)), timeout=short)

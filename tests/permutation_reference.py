@@ -50,7 +50,7 @@ def make_case(
         mask[:, experts // 2] = True
     elif kind == "all":
         mask[:] = True
-    elif kind == "holes":  # the first, middle and last expert and every third token have nothing
+    elif kind == "holes":  # the first, middle and last expert and every third token get nothing
         mask = scores < top_k / experts
         mask[:, [0, experts // 2, -1]] = False
         mask[::3] = False

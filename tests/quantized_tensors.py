@@ -1,4 +1,4 @@
-"""Quantizers of every kind, and what their tensors hold by the independent formulas of reference.py."""
+"""Quantizers of every kind, and the expected contents of their tensors by the independent formulas of reference.py."""
 
 import torch
 
@@ -31,7 +31,7 @@ def quantizer(kind, *, fmt="e4m3", rowwise=True, columnwise=True, device="cpu"):
 
 
 def layout(x, kind, fmt="e4m3"):
-    """Bytes, stored scales, and a scale for each element, of a matrix in row layout; columns are that of ``x.t()``."""
+    """Bytes, stored scales, and each element's scale, for a matrix in row layout; ``x.t()`` gives the column layout."""
     rows, cols = x.shape
     if kind == "1d":
         data, scales = quantize_1d(x, fmt)
@@ -55,7 +55,7 @@ def values(x, kind, fmt="e4m3"):
 
 
 def scales_there(scales, expected):
-    """Where `expected` says something of stored scales, which are padded: ``(part of them, part of those)``."""
+    """The parts of the stored scales and of `expected` without padding, as a pair."""
     there = expected != 0
     return scales.reshape(expected.shape)[there], expected[there]
 

@@ -1,4 +1,4 @@
-"""Processes that are ranks of one group, over gloo: their scenes, and the results of these."""
+"""Processes that are ranks of one group, over gloo: their scenes, and the scenes' results."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def device():
 
 
 class Stop(Exception):
-    """Raised by a scene: its rank stops without a word to the others, as one that is killed."""
+    """Raised by a scene: its rank stops without telling the others, like a killed process."""
 
 
 class Scenes:
-    """Functions that every rank of a group runs, and that raise where something is not as it should be."""
+    """Functions that every rank of a group runs, and that raise where a result is wrong."""
 
     def __init__(self):
         self.functions = {}
 
     def scene(self, function):
-        """Note a function by its name."""
+        """Register a function under its name."""
         self.functions[function.__name__] = function
         return function
 
@@ -71,14 +71,14 @@ class Scenes:
         (folder / f"{rank}.done").touch()
         if stops:
             os._exit(0)
-        # Nobody leaves, and closes connections that others read, before all are done.
+        # No rank may end before all are done: its connections would close while others read them.
         deadline = time.monotonic() + 60
         while len(list(folder.glob("*.done"))) < size and time.monotonic() < deadline:
             time.sleep(0.01)
 
 
 def asked(request, scenes):
-    """Scenes of a fixture whose tests were selected: the ranks run no other."""
+    """Scenes of a fixture whose tests were selected: the ranks run no other scenes."""
     wanted = {
         item.callspec.params["scene"]
         for item in request.session.items

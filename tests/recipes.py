@@ -1,4 +1,4 @@
-"""The recipes that te_fast runs, by the names that stand in the ids of tests."""
+"""The recipes that te_fast runs, by their names in the ids of tests."""
 
 from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 

@@ -181,7 +181,7 @@ def dequantize(
 
 
 def quantized_values(t, fmt, kind, *, transposed=False, scale=None):
-    """What FP8 makes of ``t`` as FP64: per tensor, in 1x128 blocks along the contraction, or 128x128."""
+    """``t`` rounded to FP8, in FP64: scaled per tensor, in 1x128 blocks along the contraction, or in 128x128 blocks."""
     t = t.detach()
     t = t.t().contiguous() if transposed else t
     if kind == "2d":
@@ -205,8 +205,8 @@ def quantized_values(t, fmt, kind, *, transposed=False, scale=None):
 class QuantizedLinear:
     """Products of quantised operands in FP64, differentiable, for chains in plain torch.
 
-    Calls are told apart by their order within a step. Delayed scaling starts at scale 1 and has the scales of the
-    largest magnitudes so far from each `update` on, as with a window that holds all steps.
+    Calls are told apart by their order within a step. Delayed scaling starts at scale 1. Each `update` sets the scales
+    from the largest magnitudes so far, as with a window that holds all steps.
     """
 
     def __init__(self, name: str) -> None:
@@ -221,7 +221,7 @@ class QuantizedLinear:
         return y if bias is None else y + bias
 
     def quantized(self, t, call, operand, *, transposed=False):
-        """What FP8 makes of an operand: ``x``, ``w`` or ``g``."""
+        """An operand, ``x``, ``w`` or ``g``, rounded to FP8."""
         t = t.detach().float()
         if self.name == "block":
             kind = "2d" if operand == "w" else "1d"

@@ -1,4 +1,4 @@
-"""Cases of the rotation's kernel, on any device: products of queries, keys and values, and what must come out."""
+"""Cases of the rotation's kernel, on any device: products of queries, keys and values, and the expected results."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def check(heads, width, rows, dtype, device, *, interleaved, in_place, fmt="sbhd
         tuple(wave.to(device) for wave in waves_of(f, packed.shape, fmt, interleaved=interleaved))
         for f in freqs
     ]
-    given = packed * 1  # a product that nobody else reads
+    given = packed * 1  # a product that nothing else reads
     before = packed.detach().cpu()
     outs = split_rotated(given, tuple(waves), heads, interleaved=interleaved, in_place=in_place)
     kept = heads.split(before)
@@ -72,6 +72,6 @@ def check(heads, width, rows, dtype, device, *, interleaved, in_place, fmt="sbhd
 
 
 def same(a, b):
-    """Whether the bits are equal; all NaN are one."""
+    """Whether the bits are equal; all NaN count as equal."""
     a, b = a.detach().cpu(), b.detach().cpu()
     return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())

@@ -1,4 +1,4 @@
-"""Blocks of experts by their program and by calls of its parts, on tokens that go wherever a test wants them."""
+"""Blocks of experts by their program and by calls of its parts, on tokens that a test routes as it needs."""
 
 import torch
 
@@ -13,7 +13,7 @@ def make(device, dtype=torch.bfloat16, **options):
     torch.default_generator.manual_seed(3)
     block = te.MoE(HIDDEN, FFN, EXPERTS, TOPK, device="cpu", dtype=dtype, **options)
     for name, parameter in block.named_parameters():
-        if "bias" in name:  # Zero as they are made.
+        if "bias" in name:  # Biases are zero when they are made.
             torch.nn.init.normal_(parameter)
     return block.to(device)
 
@@ -39,7 +39,7 @@ KINDS = ("even", "empty", "one", "few", "zeros", "nan")
 
 
 def tensors(tokens, device, dtype=torch.bfloat16, kind="even"):
-    """Tokens, of which one is far larger than the others, their gradient, mask and probabilities."""
+    """Tokens, one of them far larger than the others, with their gradient, mask and probabilities."""
     mask, probs = routing(kind, tokens)
     x = torch.randn(tokens, HIDDEN, dtype=dtype)
     x[tokens // 2, 3] = 1000.0

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def quickly(cases: Collection[Any], *quick: Any) -> list[Any]:
-    """All cases, a tuple for several arguments; those that are not named here are slow."""
+    """All cases, each a tuple if there are several arguments; cases that are not named are slow."""
     assert set(quick) <= set(cases)
     return [
         pytest.param(
@@ -24,7 +24,7 @@ def quickly(cases: Collection[Any], *quick: Any) -> list[Any]:
 
 
 def pairs(first: Collection[Any], second: Collection[Any]) -> list[Any]:
-    """Every pair; slow are those beside the diagonal, on which each value of either kind stands."""
+    """Every pair; pairs off the diagonal are slow, since the diagonal has each value of either kind."""
     sizes = (len(first), len(second))
     diagonal = {(place % sizes[0], place % sizes[1]) for place in range(max(sizes))}
     return [

@@ -1,6 +1,6 @@
-"""One of some ranks that train on shards of the data: ``python sharded_rank.py RANK WORLD FOLDER SCENE ...``.
+"""One of several ranks that train on shards of the data: ``python sharded_rank.py RANK WORLD FOLDER SCENE ...``.
 
-Gradients are compared with the mean of those that each rank has by itself; run by ``unit/test_sharded_ranks.py``.
+Gradients are compared with the mean of the ranks' separate gradients. Run by ``unit/test_sharded_ranks.py``.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def train(wrap, make, recipe, *, group=None):
 
 
 def every(offset):
-    """Every layer with some recipe, and one with all."""
+    """Every layer with one of the recipes, and one layer with all recipes."""
     recipes = (None, *RECIPES)
     names = list(LAYERS)
     pairs = [(name, recipes[(number + offset) % 4]) for number, name in enumerate(names)]
@@ -122,7 +122,7 @@ def checkpoints():
         with torch.no_grad():
             for parameter in loaded.parameters():
                 parameter.zero_()
-        step(loaded, recipe, batch(0, 0))  # scales are there, of another step
+        step(loaded, recipe, batch(0, 0))  # the model has scales already, of another step
         state = states.get_model_state_dict(loaded)
         dcp.load(state, checkpoint_id=folders[0])
         states.set_model_state_dict(loaded, state)
@@ -136,7 +136,7 @@ def checkpoints():
 
 @scene
 def meshes():
-    """Two dimensions: replicas of shards, and shards of what tensor parallelism splits."""
+    """Two dimensions: replicas of shards, and shards of tensors that tensor parallelism has split."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     for name, recipe in (("LayerNormMLP", "delayed"), ("ops.Linear", "current"), ("Linear", None)):
         train(lambda model: shard(model, mesh=mesh), LAYERS[name], recipe)
@@ -176,7 +176,7 @@ def meshes():
 
 @scene
 def quantised_weights_that_ranks_share():
-    """Weights that are FP8 tensors from the beginning: gradients and steps are those of plain weights' values."""
+    """Weights that are FP8 tensors from the start: gradients and steps equal those of plain weights of equal values."""
     group = dist.group.WORLD
     options = {"device": "cpu", "sequence_parallel": True, "tp_group": group, "bias": False}
     for recipe, (kind, mode) in product(
@@ -203,14 +203,14 @@ def quantised_weights_that_ranks_share():
 
 
 def uneven(weight):
-    """Initial values, of which those of the last rank are the largest by far."""
+    """Initial values; those of the last rank are the largest by far."""
     torch.nn.init.normal_(weight)
     local = weight.to_local() if hasattr(weight, "to_local") else weight
     local.mul_(1 + 9 * dist.get_rank())
 
 
 def made_sharded(recipe, mesh=None, group=None):
-    """Weights are made behind `fully_shard`: together they are those of a layer that one rank makes."""
+    """Weights are made after `fully_shard`: together they equal those of a layer that one rank makes."""
     width, recipe = 256, RECIPES[recipe]
     options = {"enabled": True, "recipe": recipe(), "preserve_high_precision_init_val": True}
     layer = {"bias": False, "init_method": uneven}
@@ -240,7 +240,7 @@ def weights_that_are_made_sharded():
 
 @scene
 def copies_of_models():
-    """A wrapped model may be copied before it is shared out, with its process groups."""
+    """A wrapped model, with its process groups, may be copied before it is sharded."""
     layer = te.Linear(COLS, COLS, device="cpu", tp_group=dist.group.WORLD, parallel_mode="row")
     model = copy.deepcopy(torch.nn.Sequential(layer, te.ops.AllReduce(dist.group.WORLD)))
     assert model[0].tp_group is layer.tp_group

@@ -21,7 +21,7 @@ def relative(got, wanted):
 
 
 def make(kind=te.TransformerLayer, *, dtype=torch.float32, ffn=FFN, **options):
-    """A layer whose norms and biases are no identities."""
+    """A layer whose norms and biases are not identities."""
     sizes = (HIDDEN, ffn, HEADS) if kind is te.TransformerLayer else (HIDDEN, HEADS)
     options = {"attention_dropout": 0.0, "device": "cpu", "params_dtype": dtype} | options
     if kind is te.TransformerLayer:
@@ -107,7 +107,7 @@ class Plain:
         return torch.stack(outs, 1)
 
     def attention(self, x, prefix, kind, rope=None, encoder=None):
-        """Result and the norm's, without residual."""
+        """The result without residual, and the norm's result."""
         module = self.layer.get_submodule(prefix) if prefix else self.layer
         at = f"{prefix}." if prefix else ""
         name = {
@@ -158,7 +158,7 @@ class Plain:
 
 
 def compare(layer, x, out, plain, wanted, bound=2e-5):
-    """Compare results and gradients; of keys' biases, which change nothing, the size."""
+    """Compare results and gradients; for keys' biases, which change nothing, compare sizes alone."""
     assert relative(out, wanted) < bound
     grad = torch.randn(out.shape)
     out.backward(grad.to(out.dtype))

@@ -1,7 +1,7 @@
-"""Print pyproject.toml's build requirements, one a line, for make's lasting build environment.
+"""Print pyproject.toml's build requirements, one a line, for the build environment that make keeps.
 
-``pip install .`` makes a fresh environment for each build; its path is new each time, which would
-make every build compile the kernels again.
+``pip install .`` makes a fresh environment for each build. Its path is new each time, so that every build would
+compile the kernels again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The rules of CONTRIBUTING.md that a script can check. Prints what breaks one and exits 1."""
+"""The rules of CONTRIBUTING.md that a script can check. Prints every breach, and exits 1 if there is one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from source import code, functions, line_of, sources, text, tracked
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-# A longer file may hold two ideas; one that does not goes into LONG.
+# A longer file may hold two ideas. A longer file with one idea goes into LONG.
 MAX_FILE = 800
 MAX_FUNCTION = 60
 MAX_PARAMETERS = 8
@@ -96,7 +96,7 @@ def check_lengths() -> Iterator[str]:
 
 
 def check_parameters() -> Iterator[str]:
-    """Find functions with too many parameters; of Rust's, clippy does."""
+    """Find functions with too many parameters; clippy checks Rust's."""
     for function in functions():
         if function.path.endswith(".rs"):
             continue
@@ -112,7 +112,7 @@ def check_parameters() -> Iterator[str]:
 
 
 def check_unsafe() -> Iterator[str]:
-    """Find ``unsafe`` outside the files that ARCHITECTURE.md names, and names without any."""
+    """Find ``unsafe`` outside the files that ARCHITECTURE.md names, and named files without ``unsafe``."""
     section = re.search(
         r"^## Where unsafe is\n(.*?)(?=^## |\Z)", text("ARCHITECTURE.md"), re.M | re.S
     )
@@ -142,7 +142,7 @@ def check_environment() -> Iterator[str]:
 
 
 def check_native_importers() -> Iterator[str]:
-    """Find importers of ``te_fast._native`` beside its one door."""
+    """Find importers of ``te_fast._native`` other than the one module that may import it."""
     pattern = re.compile(
         r"^\s*(from te_fast\._native import|import te_fast\._native"
         r"|from te_fast import .*\b_native\b|from \.+ import .*\b_native\b|from \.+_native import)",
@@ -155,7 +155,7 @@ def check_native_importers() -> Iterator[str]:
 
 
 def check_layers() -> Iterator[str]:
-    """Find Python modules that import what stands above them, or beside them on the way up."""
+    """Find Python modules that import from folders which the table of layers does not allow."""
     imports = re.compile(r"^\s*(?:from|import) te_fast\.?([\w.]*)(?: import \(?([\w, ]+))?", re.M)
     for path in tracked(".py"):
         inside = re.match(r"python/te_fast/(\w+)/", path)
@@ -187,7 +187,7 @@ def check_left_over() -> Iterator[str]:
 
 def check_duplicates() -> Iterator[str]:
     """Find runs of lines that stand in two files."""
-    # A parameter with its default is no code; Transformer Engine's signatures share many.
+    # A parameter with its default does not count as code; Transformer Engine's signatures share many such lines.
     parameter = r"\w+: [^=]+ = [^=]+,$"
     skip = re.compile(
         rf"^(//|#|\"\"\"|\*|use |import |from |[\[\](){{}},;]*$|#\[|pub use |{parameter})"

@@ -20,12 +20,12 @@ from pathlib import Path
 
 MAX_BYTES = 20 * 1000 * 1000
 RELEASE_ARCHS = "80,89,90,100,120"
-# Beside the last one's: what lies between the listed ones can run this (rust/kernels/build.rs).
+# PTX beside the last listed architecture's: architectures between the listed ones can run it (rust/kernels/build.rs).
 PTX_ARCH = 90
 # The oldest glibc of torch's own wheels.
 GLIBC = (2, 28)
 ELF_MACHINES = {"x86_64": 62, "aarch64": 183}
-# Libraries of the machine that a wheel may need; CUDA and torch are resolved at run time.
+# System libraries that a wheel may need; CUDA and torch are resolved at run time.
 SYSTEM_LIBRARIES = {
     "libc.so.6",
     "libdl.so.2",
@@ -180,7 +180,7 @@ def problems_of(wheel: Path, archs: set[int], *, of_this_machine: bool = False) 
 
 
 def runs_here(wheel: Path) -> bool:
-    """Whether this interpreter, on this machine, is one that the wheel is for."""
+    """Whether the wheel is for this interpreter and this machine."""
     python = f"-cp{sys.version_info.major}{sys.version_info.minor}-"
     return python in wheel.name and wheel.stem.endswith(platform.machine())
 

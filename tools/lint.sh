@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every check of `make lint`, all of them even after one has failed, so that one run shows all there is to mend.
+# Every check of `make lint`. All checks run even after one has failed, so that one run shows all faults.
 # PY is the Python that has te_fast and the lint group installed; its tools are first on PATH.
 set -uo pipefail
 cd "$(dirname "$0")/.."

@@ -42,7 +42,7 @@ class Function:
 
 @cache
 def tracked(*endings: str) -> tuple[str, ...]:
-    """Paths that git tracks, or would track, that end so and exist."""
+    """Existing paths with such endings that git tracks, or would track."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     names = sorted(set(listed.splitlines()))
@@ -111,7 +111,7 @@ def test_modules(body: str) -> list[tuple[int, int]]:
 
 
 def rust_functions(path: str) -> Iterator[Function]:
-    """Functions with a body, those of test modules apart."""
+    """Functions with a body, except those of test modules."""
     body = code(path)
     tests = test_modules(body)
     for match in re.finditer(r"\bfn\s+(\w+)\s*(?=[<(])", body):
@@ -146,7 +146,7 @@ def cuda_functions(path: str) -> Iterator[Function]:
 def python_functions(path: str) -> Iterator[Function]:
     """All functions and methods.
 
-    Signature and docstring do not count as length, nor as parameters what is named at every call.
+    The signature and the docstring do not count as length. Keyword-only parameters do not count as parameters.
     """
     for node in ast.walk(ast.parse(text(path))):
         if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):

@@ -21,7 +21,7 @@ BLOCK = re.compile(r"^```python\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
 
 @contextlib.contextmanager
 def _elsewhere() -> Iterator[None]:
-    """Be in a folder that goes: a tutorial may write files."""
+    """Work in a temporary folder: a tutorial may write files."""
     here = Path.cwd()
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)

@@ -1,6 +1,6 @@
 """Write the pages of the reference's modules: summary tables of public names, and a page for each name.
 
-The names are those of ``__all__``, so that a new one is in the reference by being public.
+The names come from ``__all__``, so that every new public name appears in the reference.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def is_own(fullname: str, member: str) -> bool:
     if owner is None or member.startswith("_") or owner.__module__.partition(".")[0] != OWN:
         return False
     value = vars(owner)[member]
-    # One of torch's, by its own name.
+    # torch's class, under its own name.
     if isinstance(value, types.MethodDescriptorType):
         return False
     is_documented = callable(value) or isinstance(value, (property, classmethod, staticmethod))

@@ -1,6 +1,6 @@
-"""Every name of Transformer Engine that Megatron-LM mentions is there, or missing as a name of an older version is.
+"""te_fast has every name of Transformer Engine that Megatron-LM mentions, or lacks the name as another version would.
 
-``megatron_names.txt`` has them, of Megatron-LM's main branch of August 2026 (commit d98e8a64).
+``megatron_names.txt`` lists the names, from Megatron-LM's main branch of August 2026 (commit d98e8a64).
 """
 
 import json
@@ -8,7 +8,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 NAMES = (HERE / "megatron_names.txt").read_text().split()
-#: What te_fast does not have, by its beginning: Megatron-LM asks whether it is there, or a flag asks for it.
+#: Beginnings of names that te_fast lacks: Megatron-LM checks whether they exist, or uses them only with a flag.
 ABSENT = (
     "transformer_engine_torch",  # NVIDIA's extension in C++
     "transformer_engine.pytorch.cpp_extensions",
@@ -67,7 +67,7 @@ def test_names_are_there_or_missing_as_those_of_older_versions(fresh):
     missing = json.loads(fresh(SCRIPT).splitlines()[-1])
     expected = {name for name in NAMES if name.startswith(ABSENT)}
     assert set(missing) == expected, {name: missing.get(name) for name in set(missing) ^ expected}
-    # Whoever asks catches one error: that of a module that is not there.
+    # Megatron-LM catches only one error: that of a missing module.
     assert all(text.startswith("ModuleNotFoundError") for text in missing.values()), missing
 
 

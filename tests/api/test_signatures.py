@@ -24,7 +24,7 @@ def find(name):
 
 
 def parameters(thing, recorded):
-    """Names and defaults in TE's order, without self, annotations, and keywords and defaults that TE lacks."""
+    """Names and defaults in Transformer Engine's order, without self, annotations, and additions of te_fast's."""
     shown = []
     signature = inspect.signature(thing)
     for parameter in signature.parameters.values():

@@ -2,9 +2,9 @@
 
     python tests/fuzz/checkpoints.py own|pickled CORPUS [libFuzzer's options]
 
-Whatever the bytes are, a reader gives a state that fits together, None, or a StateError; it takes no more memory or
-time than libFuzzer's limits. Inputs of `own` are what stands behind the checksum, which is made right, so that more
-than the checksum is read.
+For any bytes, a reader gives a consistent state, None, or a StateError, within libFuzzer's limits of memory and time.
+Inputs of `own` are the bytes after the checksum. The fuzzer puts the right checksum before them, so that the reader
+gets past it.
 """
 
 import io
@@ -46,7 +46,7 @@ def states():
 
 
 def saved(content, **options):
-    """Return what torch.save writes."""
+    """Return the bytes that torch.save writes."""
     stream = io.BytesIO()
     torch.save(content, stream, **options)
     return stream.getvalue()
@@ -68,7 +68,7 @@ def corpus(kind):
 
 
 def check(state):
-    """Raise unless a state that was read fits together, and comes back from te_fast's own format."""
+    """Raise unless a state that was read is consistent, and survives te_fast's own format."""
     for scale, history in (
         (state.scale_fwd, state.amax_history_fwd),
         (state.scale_bwd, state.amax_history_bwd),
@@ -88,7 +88,7 @@ def check(state):
 
 
 def read_pickled(data):
-    """Read bytes as they are."""
+    """Read bytes without changes."""
     if not data:
         return
     try:
@@ -101,12 +101,12 @@ def read_pickled(data):
 
 
 def read_own(data):
-    """Read bytes behind a head whose checksum is right."""
+    """Read bytes after a head with the right checksum."""
     read_pickled(HEAD.pack(b"te_fast\0", 1, zlib.crc32(data)) + data)
 
 
 def main():
-    """Make the corpus where there is none, and fuzz."""
+    """Make the corpus if there is none, and fuzz."""
     kind, folder, *options = sys.argv[1:]
     warnings.simplefilter("error")
     torch.manual_seed(0)

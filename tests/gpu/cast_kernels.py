@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 IMAGES = Path(os.environ.get("TE_FAST_CAST_IMAGES", ROOT / ".build" / "cast"))
 FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 FP8_MAX = {"e4m3": 448.0, "e5m2": 57344.0}
-#: What the kernels' build script makes of rust/kernels/src/constants.rs.
+#: The header that the kernels' build script makes from rust/kernels/src/constants.rs.
 CONSTANTS = "**/out/include/common/constants.cuh"
 CANARY = 256
 POISON = 0xA5
@@ -38,7 +38,7 @@ def check(code: int, what: str) -> None:
 
 
 def build(image: str) -> Path:
-    """Compile an image unless it is there; this needs nvcc, and no GPU."""
+    """Compile an image unless it exists; this needs nvcc but no GPU."""
     path = IMAGES / f"{image}.fatbin"
     if path.exists():
         return path
@@ -78,7 +78,7 @@ def function(image: str, symbol: str) -> ctypes.c_void_p:
 
 
 class Kernel:
-    """A launch with its parameter bytes made once, so that timing repeats nothing but the launch."""
+    """A launch with its parameter bytes made once, so that timing repeats only the launch."""
 
     def __init__(
         self,

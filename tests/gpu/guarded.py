@@ -1,4 +1,4 @@
-"""Device memory whose surroundings tell of writes out of bounds."""
+"""Device memory whose surroundings reveal writes out of bounds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Guarded:
 
 
 def guarded_like(outputs, offset=0, aligned=()):
-    """A named tuple's tensors, poisoned, between canaries, `offset` elements off alignment but for fields `aligned`.
+    """A named tuple's tensors, poisoned, between canaries, `offset` elements off alignment except the `aligned` fields.
 
     Returns the guards by name and the same tuple of the new tensors.
     """

@@ -24,12 +24,12 @@ FUNCTIONS += [
     ActivationFunction("clamped_swiglu", 0, 1.5, 1.3, -0.25),
     ActivationFunction("situ_glu", beta1=0.7, beta2=2.0),
 ]
-# Odd, aligned, a tile, tiles and a bit; more tiles than blocks run at once.
+# Odd sizes, aligned sizes, a tile, tiles and a bit; more tiles than blocks run at once.
 SHAPES = [(1, 4), (7, 12), (128, 128), (130, 136), (257, 260), (1000, 384), (3, 4000)]
 
 
 def guarded_outputs(outputs, offset=0):
-    """The same outputs, poisoned, between canaries; `offset` bytes off alignment but for the transposed one."""
+    """The same outputs, poisoned, between canaries; all but the transposed one are `offset` bytes off alignment."""
     fields = {}
     for name, tensor in outputs._asdict().items():
         if tensor is not None:
@@ -138,7 +138,7 @@ def test_against_fp64_and_host(direction, function, dtype):
         assert out.scale_inv.item() == host.scale_inv.item()
         assert amax == pytest.approx(host_amax, rel=2e-6)
         assert amax == pytest.approx(max(1e-3, expected.abs().max().item()), rel=2e-6)
-        # The backends differ by the last bits of 2^x and 1/x: few roundings come out otherwise.
+        # The backends differ in the last bits of 2^x and 1/x, so that a few results round differently.
         other = (out.rowwise_data.view(torch.uint8) != host.rowwise_data.view(torch.uint8)).sum()
         assert other <= 2 + expected.numel() // 1000
 

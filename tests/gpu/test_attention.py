@@ -206,7 +206,7 @@ def test_layers_in_graphs_turn_by_their_own_angles():
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             out = layer(x, rotary_pos_emb=others)
-        # What was captured has not run: angles of the same tensor are computed anew.
+        # Captured launches have not run, so angles of the same tensor must be computed again.
         assert relative(layer(x, rotary_pos_emb=others), known) < 1e-2
         layer(x, rotary_pos_emb=angles * 2)
         graph.replay()

@@ -46,7 +46,7 @@ def test_against_fp64_and_host(name, override, dtype):
         got = gradients(layer, x, dy, recipe)
         assert torch.equal(got["y"], gradients(layer, x, dy, RECIPES[name]())["y"])
         for key, value in gradients(layer, x, dy, recipe).items():
-            # The FP8 product adds up in fewer bits than FP32 has.
+            # The FP8 product is summed in fewer bits than FP32 has.
             bound = 2e-3 if key == "y" else 0
             assert relative(value, wanted[key]) < max(2 * BOUNDS[dtype], bound), key
     if override == "high_precision":

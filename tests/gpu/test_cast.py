@@ -129,7 +129,7 @@ def check_cast_transpose(
     launch()
     if dbias:
         first = extra["dbias"].read().clone()
-        launch()  # the counters were left ready
+        launch()  # the first launch has reset the counters
         same(extra["dbias"].read(), first, "dbias twice")
         assert not extra["counters"].read().any()
         tiles = ceil_div(rows, 128)
@@ -199,7 +199,7 @@ def check_amax(
         pow2=pow2,
     )
     launch()
-    launch()  # the workspace was left ready
+    launch()  # the first launch has reset the workspace
     assert not workspace.read().any()
     expected = reference.amax_of(x)
     expected_scale = reference.amax_to_scale(expected, FP8_MAX[fmt], eps=eps, pow2=pow2)
@@ -383,7 +383,7 @@ def check_amax_gather(layers: int) -> None:
     for layer, (count, values) in enumerate(zip(counts, maxima, strict=True)):
         live = Guarded(4 * count)
         live.bytes.copy_(values.view(torch.uint8))
-        if layer % 7 == 5:  # a layer that is gone
+        if layer % 7 == 5:  # a freed layer
             values.zero_()
         entries.append((None if layer % 7 == 5 else live, first, count))
         first += count

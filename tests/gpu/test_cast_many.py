@@ -1,4 +1,4 @@
-"""Many tensors in one launch on the GPU: the bytes of independent torch code, and nothing written beside them."""
+"""Many tensors in one launch on the GPU: the bytes of independent torch code, and no writes beside the tensors."""
 
 import contextlib
 
@@ -122,7 +122,7 @@ def model():
 
 @pytest.mark.parametrize("kind", [DelayedScaling, Float8CurrentScaling, Float8BlockScaling])
 def test_training_has_the_bits_of_weights_one_by_one(kind):
-    """Steps with replayed graphs in between; other layers, whose weights are quantised alone, for each step."""
+    """Graphs are replayed between steps; each step is compared with other layers, whose weights are cast one by one."""
     layers, recipe = model(), kind()
     optimizer = torch.optim.AdamW(layers.parameters(), lr=1e-3, fused=True)
     for step in range(8):
@@ -132,7 +132,7 @@ def test_training_has_the_bits_of_weights_one_by_one(kind):
         results = []
         for module in (layers, twin):
             before = dispatch.counters()["weight_casts"]
-            # Nothing is replayed where launches are noted.
+            # Nothing is replayed while launches are recorded.
             noted = dispatch.record() if step in (2, 6) else contextlib.nullcontext([])
             with noted as launches, te.autocast(recipe=recipe):
                 y = module(x)

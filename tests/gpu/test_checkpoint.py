@@ -1,4 +1,4 @@
-"""``te.checkpoint`` on the GPU, where backward runs on a thread of autograd's."""
+"""``te.checkpoint`` on the GPU, where backward runs on one of autograd's threads."""
 
 import pytest
 import torch

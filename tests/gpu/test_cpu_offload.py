@@ -1,4 +1,4 @@
-"""Saved tensors in pinned memory: gradients are those without, memory is less, copies run on a stream of their own."""
+"""Saved tensors in pinned memory: gradients are unchanged, memory is less, copies run on a stream of their own."""
 
 import pytest
 import torch

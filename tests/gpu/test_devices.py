@@ -1,4 +1,4 @@
-"""Several GPUs: tensors on a device that is not the current one, in processes that have touched nothing else."""
+"""Several GPUs: tensors on a device that is not the current one, in processes that have used no other device."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 
-# torch goes back to a device without a context by a note alone, and allocates by the note: CUDA's current device is
-# another one then. So nothing here may touch cuda:0 before te_fast has run.
+# To return to a device without a context, torch only notes the device, and allocates by its note; CUDA's current device
+# is then another device. So nothing here may touch cuda:0 before te_fast has run.
 STEPS = """
 import sys
 import torch

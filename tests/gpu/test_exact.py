@@ -1,4 +1,4 @@
-"""cuBLASLt's FP8 products on Hopper, bit for bit those of the host's emulation of the tensor cores."""
+"""cuBLASLt's FP8 products on Hopper equal those of the host's emulation of the tensor cores, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experts on the GPU: weights in FP8, one by one, computed again, biases with factors, counts that exceed the rows."""
+"""Experts on the GPU: FP8 weights, experts one by one, recomputation, biases with factors, counts beyond the rows."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_weights_in_fp8_train(name, single):
 @pytest.mark.parametrize("single", [False, True], ids=["parts", "single"])
 @pytest.mark.parametrize("name", RECIPES)
 def test_weights_in_fp8_one_by_one(name, single, monkeypatch):
-    """Their scales lie one behind the other, where cuBLASLt takes only the first."""
+    """The weights' scales lie one behind the other, and cuBLASLt reads only the first of them."""
     recipe, results = RECIPES[name](), []
     for loop in (False, True):
         monkeypatch.setattr(_config, "EXPERT_LOOP", loop)

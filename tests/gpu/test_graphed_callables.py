@@ -26,7 +26,7 @@ from te_fast.runtime import weak_tensors
 
 pytestmark = [
     pytest.mark.gpu,
-    # torch's own, of the first product on a thread of autograd's.
+    # torch's own warning about the first product on one of autograd's threads.
     pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA"),
 ]
 
@@ -63,7 +63,7 @@ def losses():
 
 
 class Block(torch.nn.Module):
-    """Attention's place taken by dropout: two layers, a residual, a mask."""
+    """A block with dropout in place of attention: two layers, a residual, a mask."""
 
     def __init__(self):
         super().__init__()
@@ -286,7 +286,7 @@ def test_captures_may_share_a_pool():
         for one, two in zip(eager, model, strict=True):
             both((one, two), recipe, sample(), losses())
         assert_stepped_alike(eager, model)
-    # The second was captured when the first was over: in flight together, they overwrite each other.
+    # The second was captured after the first had ended: if both are in flight, they overwrite each other.
     with te.autocast(recipe=recipe):
         y, z = model[0](sample()), model[1](sample())
     z.sum().backward()
@@ -295,7 +295,7 @@ def test_captures_may_share_a_pool():
 
 
 def memory_of(**options):
-    """Bytes that a pipeline of many microbatches in turn takes."""
+    """Bytes that a pipeline of many microbatches takes, one after another."""
     layers = tuple(te.LayerNormMLP(COLS, 512, **OPTIONS) for _ in range(2))
     count = 8
     gc.collect()
@@ -404,14 +404,14 @@ def test_replays_on_a_stream_of_the_callers(with_event):
         event = torch.cuda.Event()
         with torch.cuda.stream(stream):
             event.record()
-        # With gradients: without, the eager chain hands FP8 on between its products, and the graph does not.
+        # With gradients: without them, the eager chain hands FP8 on between its products, and the graph does not.
         with te.autocast(recipe=recipe):
             y = graphed(x, **keywords, cuda_graph_event=event)
             torch.cuda.synchronize()
             assert torch.equal(y, eager(x))
 
 
-# What is refused ------------------------------------------------------------------------------------
+# Refusals -------------------------------------------------------------------------------------------
 
 
 def test_replays_that_would_be_wrong_are_errors():

@@ -1,4 +1,4 @@
-"""Compiled models on a GPU: bit for bit as eager, also where CUDA graphs replay them."""
+"""Compiled models on a GPU equal eager ones bit for bit, also where CUDA graphs replay them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_microbatches_and_inductors_code(kind):
 
 @pytest.mark.parametrize("kind", RECIPES)
 def test_replayed_graphs_train_as_eager_does(kind):
-    """``reduce-overhead``: after two calls the host runs nothing of te_fast any more."""
+    """With ``reduce-overhead``, the host runs no code of te_fast after two calls."""
     eager = MODELS["LayerNormMLP"]()
     graphed, recipe = copy.deepcopy(eager), RECIPES[kind]()
     run = torch.compile(inside, fullgraph=True, mode="reduce-overhead")

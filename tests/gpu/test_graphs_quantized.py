@@ -1,4 +1,4 @@
-"""FP8 weights in compiled models on a GPU: bit for bit as eager, also where CUDA graphs replay them."""
+"""FP8 weights in compiled models on a GPU: results equal eager ones bit for bit, also where CUDA graphs replay them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_compiled_layer_trains_as_eager_does(name, kind, backend):
 @pytest.mark.parametrize("kind", RECIPES)
 @pytest.mark.parametrize("grads", [True, False])
 def test_cuda_graphs_read_them_where_an_optimizer_writes(kind, grads):
-    """Without a column layout each replay makes one."""
+    """Each replay makes a column layout if the weight has none."""
     recipe = RECIPES[kind]()
     eager = quantized("LayerNormMLP", recipe, grads=grads)
     graphed = copy.deepcopy(eager)

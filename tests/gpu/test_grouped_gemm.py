@@ -58,7 +58,7 @@ def run(problem: Problem, out: torch.Tensor, **options: object) -> None:
 
 
 def guarded(shape: tuple[int, ...], dtype: torch.dtype) -> Guarded:
-    """Sevens between canaries: what nobody writes stays seven."""
+    """Sevens between canaries: a byte that no launch writes stays seven."""
     guard = Guarded(shape, dtype)
     guard.tensor.fill_(7)
     return guard
@@ -77,7 +77,7 @@ def operand(data: torch.Tensor, scale: torch.Tensor, block: int) -> QuantizedOpe
 def exact(
     problem: Problem, out: torch.Tensor, bias: torch.Tensor | None, *, accumulate: bool, fast: bool
 ) -> torch.Tensor:
-    """The same on the host, group by group, with the bits of the tensor cores."""
+    """The same products on the host, group by group, with the bits of the tensor cores."""
     host = {name: getattr(problem, name).cpu() for name in ("a", "b", "a_scale", "b_scale")}
     result, block = out.cpu().clone(), problem.scaling == "block"
     for group, (start, length) in enumerate(problem.spans):

@@ -213,7 +213,7 @@ def test_block_replays_other_counts_with_eagers_bits(name):
         torch.manual_seed(seed)
         with torch.no_grad():
             x.copy_(torch.randn_like(x) * (1 + seed))
-            x[: 8 * seed] = x[0]  # many tokens of the same experts
+            x[: 8 * seed] = x[0]  # many tokens with the same experts
         graph.replay()
         kept = [captured.clone(), *[tensor.clone() for tensor in found]]
         clear()

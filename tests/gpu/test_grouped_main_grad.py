@@ -1,4 +1,4 @@
-"""Gradients of experts whose ``main_grad`` lie apart, on the GPU: in their type, exact where sums are."""
+"""Gradients of experts with separate ``main_grad`` buffers, on the GPU: in the buffers' type, exact where sums are."""
 
 import pytest
 
@@ -32,13 +32,13 @@ def test_gradients_are_rounded_to_the_type_of_main_grad_alone(fp8, later):
         delay_wgrad_compute=later,
     )
     buffers = torch.arange(3 * SIZE * SIZE, dtype=torch.float32, device="cuda") % 7
-    buffers = list(buffers.view(3, SIZE, SIZE))[::-1]  # as Megatron-LM's lie
+    buffers = list(buffers.view(3, SIZE, SIZE))[::-1]  # the order of Megatron-LM's buffers
     expected = []
     for number, (a, b) in enumerate(zip(x.detach().split(counts), dy.split(counts), strict=True)):
         getattr(layer, f"weight{number}").main_grad = buffers[number]
         expected.append(buffers[number].double() + b.double().T @ a.double())
     assert (expected[0] != expected[0].bfloat16()).any()
-    # Memory that the gradient may take is not zero.
+    # The memory that the gradient may get is not zero.
     poison = torch.full((3, SIZE, SIZE), float("nan"), device="cuda")
     del poison
     with te.autocast(enabled=fp8, recipe=DelayedScaling()):

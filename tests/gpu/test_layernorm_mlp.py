@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
 ]
 
-# FP8 products of the GPU keep some 14 bits of a sum. What is quantised next moves as if it had been rounded to FP16.
+# FP8 products of the GPU keep some 14 bits of a sum. The next quantised operands move as if rounded to FP16.
 ON_GPU = QUANTIZED | {torch.float32: QUANTIZED[torch.float16]}
 
 
@@ -111,8 +111,8 @@ def test_memory_kept_for_backward():
     plain = te.LayerNormMLP(1024, 4096, **options)
     frugal = te.LayerNormMLP(1024, 4096, checkpoint=True, **options)
     rows = 1024
-    # FP8: norm's output and activation's, one byte an element; BF16: input, fc1's output. And statistics, and the
-    # weights in both layouts, since a second forward of the region used them again.
+    # In FP8, one byte an element: the outputs of norm and activation. In BF16: the input and fc1's output. The rest are
+    # statistics, and the weights in both layouts, since a second forward of the region used the weights again.
     wanted = rows * (1024 + 4096) + 2 * rows * (1024 + 4096) + 2 * 2 * 1024 * 4096
     assert kept_bytes(plain, rows, 1024) <= 1.02 * wanted
     assert kept_bytes(frugal, rows, 1024) <= 1.02 * 2 * rows * 1024
@@ -193,7 +193,7 @@ def test_launches_of_a_forward_with_cached_weights():
     recipe = DelayedScaling()
     step(layer, x, grad, recipe)
     with te.autocast(recipe=recipe):
-        for _ in range(2):  # weights that are used again are kept
+        for _ in range(2):  # a weight is kept when it is used again
             layer(x)
         with te_fast.dispatch.record() as launches:
             layer(x)

@@ -1,7 +1,7 @@
 """Matrix products that are launched as learned from cuBLASLt: the same bits as cuBLASLt's own, wherever tensors lie.
 
-A plan's first calls go to cuBLASLt, later ones do not. The first are compared with torch in FP64, the later ones
-with the first, bit for bit. All tensors of a call are fresh, and outputs lie between canaries.
+A plan's first calls go to cuBLASLt, later calls do not. The first calls are compared with torch in FP64, the later
+calls with the first, bit for bit. All tensors of a call are fresh, and outputs lie between canaries.
 """
 
 import os
@@ -26,7 +26,7 @@ RECIPES = {
 #: More calls than a plan makes through cuBLASLt.
 CALLS = 14
 SHAPES = [(256, 1024, 1024), (2048, 6144, 2048), (64, 64, 8192), (16, 48, 16), (4096, 2048, 128)]
-#: Type of the result, and what else the product does.
+#: The type of the result, and the product's other options.
 KINDS = {
     "plain": (torch.bfloat16, ()),
     "bias": (torch.bfloat16, ("bias",)),
@@ -37,7 +37,7 @@ KINDS = {
 
 
 class Product:
-    """One product, at other addresses whenever it is computed."""
+    """One product, computed at new addresses each time."""
 
     def __init__(self, shape, recipe, kind):
         self.m, self.n, self.k = shape

@@ -17,8 +17,8 @@ pytestmark = [
 ]
 
 RECIPES = {"delayed": DelayedScaling, "current": Float8CurrentScaling, "block": Float8BlockScaling}
-# Relative error in the Frobenius norm. E4M3 has 3 mantissa bits, E5M2 has 2: rounding errors of 2^-4 and 2^-3 of an
-# element at most, about 0.4 of that on average, twice for a product.
+# Relative error in the Frobenius norm. E4M3 has 3 mantissa bits, E5M2 has 2: rounding errors are 2^-4 and 2^-3 of an
+# element at most, about 0.4 of the maximum on average, and occur twice in a product.
 BOUND = {"y": 0.045, "dx": 0.075, "dw": 0.075, "db": 0.01}
 
 
@@ -71,7 +71,7 @@ def test_against_fp64_and_host(name, dtype, shape):
     for key, value in got.items():
         assert torch.isfinite(value).all(), key
         assert relative(value, expected[key]) < BOUND[key], key
-    # The host backend quantises to the same bytes; only sums are ordered otherwise.
+    # The host backend quantises to the same bytes; only the order of sums differs.
     host = te.Linear(*shape[1:], device="cpu", params_dtype=dtype)
     host.load_state_dict(
         {key: value.cpu() for key, value in layer.state_dict().items() if key != "_extra_state"}
@@ -168,10 +168,10 @@ def test_graph_replays_equal_eager(name, first):
 @pytest.mark.parametrize("change", ["other layouts", "dropped"])
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_graph_reads_the_weight_that_it_captured(name, change):
-    """Its memory was given back as soon as the layer kept another one."""
+    """The captured weight's memory must live on when the layer keeps another weight."""
     layer, x, grad = make(64, 256, 128, torch.bfloat16)
     recipe, static = RECIPES[name](), x.detach().clone()
-    with torch.no_grad(), te.autocast(recipe=recipe):  # which leaves the scales
+    with torch.no_grad(), te.autocast(recipe=recipe):  # no_grad leaves the scales
         expected = layer(static, is_first_microbatch=True)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -258,12 +258,12 @@ def test_a_graph_skips_its_weight_where_the_flag_says(name, warm):
         assert torch.equal(y0, y1)
         assert torch.equal(dx0, dx1)
         assert torch.equal(dw0, dw1)
-    # Delayed scaling's scale stays, so that the smallest numbers round otherwise.
+    # Delayed scaling's scale does not change, so that the smallest numbers round differently.
     bound = 0.02 if name == "delayed" else 0
     assert relative(seen[2][0], -2 * seen[0][0]) <= bound
     assert relative(seen[2][1], -2 * seen[0][1]) <= bound
     with torch.no_grad():
-        layer.weight.mul_(0.25)  # what the last quantisation saw
+        layer.weight.mul_(0.25)  # as in the last quantisation
     expected = reference(layer, x, grad)
     assert relative(seen[4][0], expected["y"]) < 0.1
     assert relative(seen[4][1], expected["dx"]) < 0.1
@@ -316,7 +316,7 @@ def test_bytes_kept_for_backward(name, frozen):
     layer, x, _ = make(4096, 4096, 1024, torch.bfloat16, bias=False)
     layer.weight.requires_grad_(not frozen)
     with te.autocast(recipe=RECIPES[name]()):
-        layer(x, is_first_microbatch=True)  # the quantised weight is there from now on
+        layer(x, is_first_microbatch=True)  # the quantised weight is cached from now on
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         y = layer(x, is_first_microbatch=False)
@@ -336,7 +336,7 @@ def test_a_trained_weight_leaves_its_column_layout_to_backward_alone(name):
         with te.autocast(recipe=RECIPES[name]()):
             y = layer(x)
         behind_forward = torch.cuda.memory_allocated() - before - y.numel() * y.element_size()
-        # torch rounds what a large allocation counts up to 2 MiB.
+        # torch rounds the size of a large allocation up to 2 MiB.
         assert elements <= behind_forward <= 1.05 * elements + x.numel() + (2 << 20)
         y.backward(grad)
         gradients = x.grad.nbytes + layer.weight.grad.nbytes + y.nbytes
@@ -346,8 +346,8 @@ def test_a_trained_weight_leaves_its_column_layout_to_backward_alone(name):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_scales_kept_as_bytes(dtype):
-    """They are the host's, and the weight's gradient is that of FP32 scales."""
-    rows, width = 384, 512  # whole blocks: no gap in the buffer that is kept
+    """The scales are the host's, and the weight's gradient equals the gradient by FP32 scales."""
+    rows, width = 384, 512  # whole blocks: no gap in the kept buffer
     first, x, grad = make(rows, width, 256, dtype, bias=False)
     with torch.no_grad():
         info = torch.finfo(dtype)
@@ -389,7 +389,7 @@ def test_more_than_2_to_31_elements():
 @pytest.mark.parametrize("rows", [65536, 131072])
 @pytest.mark.parametrize("name", RECIPES)
 def test_long_contractions(name, rows):
-    """The weight's gradient of a small layer: cuBLAS would split the contraction with an algorithm that is wrong."""
+    """The weight's gradient of a small layer: cuBLAS would split the contraction with a faulty algorithm."""
     layer, x, grad = make(rows, 128, 64, torch.bfloat16, bias=False)
     for _ in range(2):
         layer.zero_grad()

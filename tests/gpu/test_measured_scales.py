@@ -1,4 +1,4 @@
-"""Scales that norms and activations find on the GPU: the bits of launches that read for the maximum."""
+"""Scales that norms and activations find on the GPU have the bits of launches that read tensors for the maximum."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 from measured_scales import ACTIVATIONS, NORMS, SPECIAL, check, check_backward
 
 pytestmark = pytest.mark.gpu
-# Short rows, rows of a block, of a cluster, and those that nothing holds; strips and tiles that are not whole.
+# Short rows, rows of a block, rows of a cluster, and longer rows; strips and tiles that are not whole.
 SHAPES = [(40, 96), (8, 32), (136, 288), (2048, 1024), (24, 8192), (16, 16416), (8, 100000)]
 
 

@@ -48,7 +48,7 @@ def test_bits_of_the_parts(name, kind, tokens):
     results = []
     for as_program in (True, False):
         block = make("cuda")
-        if as_program and name != "delayed":  # whose maxima would be those of the dirt
+        if as_program and name != "delayed":  # its maxima would come from the NaN
             dirty_scratch(block, recipe)
         runs = []
         for _ in range(3):  # the second is captured, the third replayed
@@ -74,7 +74,7 @@ def test_bits_with_options(name, options):
 
 @pytest.mark.parametrize("name", ALL)
 def test_near_the_host(name):
-    """Sums in another order put an operand in thirty one step of FP8 beside; the bits are those of the parts, above."""
+    """Sums in another order move one operand in thirty by a step of FP8; tests above compare parts bit for bit."""
     recipe = ALL[name]()
     on_host = step(make("cpu"), tensors(200, "cpu"), recipe, as_program=True)
     on_gpu = step(make("cuda"), tensors(200, "cuda"), recipe, as_program=True)
@@ -85,7 +85,7 @@ def test_near_the_host(name):
 
 @pytest.mark.parametrize("name", ["high", "current", "block"])
 def test_other_masks_in_the_same_memory(name):
-    """Replays of the program's own graphs read the masks of their time."""
+    """Replays of the program's own graphs read the current masks."""
     recipe, block = ALL[name](), make("cuda")
     memory = tensors(256, "cuda")
     for kind in KINDS * 3:

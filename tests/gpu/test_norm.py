@@ -19,8 +19,8 @@ pytestmark = pytest.mark.gpu
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 FUNCTIONS = [NormFunction("LayerNorm"), NormFunction("RMSNorm", 1e-6, zero_centered_gamma=True)]
-# Every size of team, odd and aligned; strips of 32 and 64 rows, whole and not; what no register or no shared memory
-# holds; more strips than blocks; several rows a warp.
+# Every size of team, odd and aligned; strips of 32 and 64 rows, whole and not; rows that fit neither registers nor
+# shared memory; more strips than blocks; several rows a warp.
 SHAPES = [
     (1, 1),
     (7, 12),
@@ -157,7 +157,7 @@ def test_peculiar_rows(function, cols, columnwise):
 @pytest.mark.parametrize("offset", [0, 1])
 @pytest.mark.parametrize("cols", [24, 64, 4096, 4099, 16384, 65536])
 def test_a_16_bit_row_with_an_infinity_is_nan_on_either_backend(function, dtype, offset, cols):
-    """By every kernel, also those that read rows element by element."""
+    """Every kernel gives NaN, also those that read rows element by element."""
     x, _, gamma, _ = make(20, cols, dtype, dtype, 4)
     x[2, 5], x[3, cols - 1], x[7, 1] = torch.inf, -torch.inf, torch.nan
     dy = torch.ones_like(x)

@@ -103,7 +103,7 @@ def test_against_host(function, shape):
 @pytest.mark.parametrize("shape", [(300, 64), (517, 1000), (70, 12288), (33, 20000), (9, 70001)])
 @pytest.mark.parametrize("offset", [0, 1])
 def test_a_mean_far_from_zero_costs_no_digits(shape, offset):
-    """Every kernel of FP32, by 16 bytes and by elements; FP64 gradients of the statistics as they were saved."""
+    """Every kernel of FP32, by 16 bytes and by elements; the FP64 gradients use the saved statistics."""
     function = FUNCTIONS[0]
     dy, x, gamma, add = make(*shape, torch.float32, torch.float32, 7)
     x = (x - x.mean()) / x.std() + 1e4
@@ -206,7 +206,7 @@ def test_under_capture():
 
 
 def test_two_streams_at_once():
-    """Blocks of both wait for their own launch alone, and neither launch has the whole GPU."""
+    """Blocks wait only for blocks of their own launch, and neither launch has the whole GPU."""
     function = FUNCTIONS[0]
     streams = [torch.cuda.Stream() for _ in range(2)]
     cases = [make(4096, 8192, torch.bfloat16, torch.float32, seed) for seed in range(2)]

@@ -1,4 +1,4 @@
-"""MoE permutation on the GPU: bit for bit what the host kernels give; sync-free, capturable, deterministic."""
+"""MoE permutation on the GPU: the host kernels' results bit for bit; sync-free, capturable, deterministic."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_cuda_equals_host(case, dtypes, extra):
     for host, cuda, name in zip(results[0][0], results[1][0], names, strict=False):
         same(cuda, host, name)
     if rows:
-        # Sums over `hidden` in another order: eps * sqrt(hidden) for FP32, a rounding of the type beyond it.
+        # Sums over `hidden` in another order: eps * sqrt(hidden) for FP32, a rounding of the type for 16 bits.
         tolerance = 1e-4 if dtypes[1].itemsize >= 4 else 2e-2
         torch.testing.assert_close(
             results[1][1].cpu().float(),
@@ -164,7 +164,7 @@ def test_quantize_cuda_equals_host(hidden, dtype, fp8, per_tensor):
 
 
 def test_block_scales_of_calls_that_follow_each_other():
-    """Each call waits for its own scales, whatever an earlier one left in the stream's memory."""
+    """Each call waits for its own scales, regardless of those that an earlier call left in the stream's memory."""
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     calls = []
     for seed in range(24):

@@ -1,4 +1,4 @@
-"""MoE permutation on the GPU: what lies outside of the results stays as it was; torch.compile gives eager's bits."""
+"""MoE permutation on the GPU: memory outside of the results does not change; torch.compile gives eager's bits."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def results_of(function, *tensors):
     grads = [torch.randn(v.shape, generator=generator, device="cuda").to(v.dtype) for v in moving]
     if moving:
         torch.autograd.backward(moving, grads)
-    # A map is defined in part; what it does shows in the merged rows.
+    # Only a part of a map is defined, so the merged rows are compared instead.
     outs = [value for value in outs if value.dtype != torch.int32]
     return [*outs, *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 

@@ -1,4 +1,4 @@
-"""The words in which the blocks of a permutation find each other: nobody else's, and zero again behind it."""
+"""The words by which blocks of a permutation meet: no other launch uses them, and they are zero again afterwards."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_graphs_replayed_at_once_share_nothing_however_many_were_captured():
     expected = [permute(first), permute(last)]
     small = make_case(8, 4, 1, 16, dtype=torch.bfloat16).to("cuda")
 
-    def many():  # as many captured launches as there might be numbered words
+    def many():  # enough captured launches to use up a limited number of words
         for _ in range(12_287):
             te.moe_permute_with_probs(small.x, small.probs, small.mask, 8)
 
@@ -79,7 +79,7 @@ def test_memory_of_a_graph_may_serve_others_between_replays():
 
     def body():
         results = permute(case)
-        # torch gives what the permutations had of their own to these, which a replay fills after them.
+        # torch gives the permutations' own memory to these tensors, which a replay fills afterwards.
         others = [torch.full((size,), 7, dtype=torch.uint8, device="cuda") for size in SIZES]
         return results, others
 
@@ -113,7 +113,7 @@ def test_permutations_and_gradients_of_norms_take_turns_with_a_streams_counters(
 
 
 def test_permutations_start_while_others_fill_the_gpu():
-    """Blocks of two launches come as they find room; those that wait never keep out those that they wait for."""
+    """Blocks of two launches start as they find room; waiting blocks never keep out the blocks that they wait for."""
     several = cases(4)
     expected = [permute(case) for case in several]
     streams = [torch.cuda.Stream() for _ in several]
@@ -164,7 +164,7 @@ else:
 
 
 def test_a_routing_map_that_changes_meanwhile_fails_the_launch(tmp_path):
-    """Scales of rows that nobody fills: an error, not NaN. The process has lost its GPU then, so it is another one."""
+    """Unfilled rows give an error, not NaN scales. The process then loses its GPU, so a new process runs it."""
     script = tmp_path / "race.py"
     script.write_text(RACE)
     result = subprocess.run(

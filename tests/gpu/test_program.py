@@ -52,8 +52,8 @@ def test_fp8_is_the_host_backend(name: str, recipe: Any) -> None:
             ours = results(chain, chain, x, extras, grads)
             theirs = results(host, host, *cpu)
     for got, expected in zip(ours, theirs, strict=True):
-        # Sums run in another order, so that single values round to a neighbour of E4M3 or E5M2; where one is the
-        # largest of a gradient, its scale moves by one in 256, and a tenth of the gradient to neighbours.
+        # Sums run in another order, so that single values round to a neighbour of E4M3 or E5M2. If such a value is
+        # a gradient's largest, the scale changes by one part in 256, and a tenth of the gradient moves to neighbours.
         difference = (got.cpu().float() - expected.float()).norm()
         assert difference <= 0.06 * expected.float().norm()
 
@@ -251,8 +251,8 @@ def test_fp8_handed_over_is_rounded_once_less(
     te_fast.auto_pad(former)
     assert live[4] == 1000.0
     live[4] = found[4]
-    # As tests/unit/test_program.py says: 0.02 a value, which the ops behind carry on; a maximum may be a
-    # value that went the other way.
+    # As tests/unit/test_program.py says: 0.02 a value, which the following ops pass on. A maximum may be a
+    # value that rounded the other way.
     deep = len(chain.handles) > 4
     torch.testing.assert_close(live, found, rtol=0.5 if deep else 0.13, atol=0)
     assert live[inputs].all()
@@ -262,7 +262,7 @@ def test_fp8_handed_over_is_rounded_once_less(
     assert all(torch.equal(one, handed[0]) for one in handed)
     steps = [text for text, _ in chain.program.explain()[-1]["forward"]]
     handed_over = sum("in FP8" in text and "gemm" in text for text in steps)
-    # An epilogue may be missing in some cuBLASLt; plain products and those with a bias are not.
+    # Some versions of cuBLASLt lack an epilogue, but all have plain products and products with a bias.
     notes = chain.program.explain()[-1]["notes"]
     refused = sum("cuBLASLt has no such product" in note for note in notes)
     assert handed_over + refused == len(chain.handles) - 1, chain.program.explain()[-1]
@@ -311,7 +311,7 @@ def test_nan_and_overflow_handed_over() -> None:
 def test_torch_autocast_over_fp32_weights(
     given: torch.dtype, dtype: torch.dtype, bias: bool, ran: bool, grads: bool
 ) -> None:
-    """The product is one of 16-bit operands, as torch.nn.Linear computes it; gradients have the parameters' type."""
+    """The product has 16-bit operands, as in torch.nn.Linear; gradients have the parameters' type."""
     torch.manual_seed(0)
     reference = torch.nn.Linear(64, 48, bias=bias, device="cuda")
     for layer in (

@@ -1,4 +1,4 @@
-"""Quantised tensors on a GPU against the same ones on the host backend: bytes, scales, layouts, moves, optimizers."""
+"""Quantised tensors on a GPU against equal tensors on the host backend: bytes, scales, layouts, moves, optimizers."""
 
 import pytest
 import torch
@@ -59,7 +59,7 @@ def test_moves_between_devices(kind):
 
 
 @pytest.mark.parametrize(
-    # Capturable steps of one tensor round otherwise than those of a list, which torch takes for plain tensors.
+    # Capturable steps of one tensor round differently from steps of a list, which torch uses for plain tensors.
     "options",
     [{}, {"foreach": True}, {"fused": True}, {"capturable": True, "foreach": False}],
 )

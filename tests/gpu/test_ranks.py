@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
-#: The others are about what the host does: NCCL's watchdog ends processes whose peers have stopped.
+#: The other scenes test the host's work, and NCCL's watchdog ends processes whose peers have stopped.
 LAST = ("a_rank_that_stops", "a_rank_that_stops_before_backward", "a_rank_with_another_group")
 SCENES = tuple(name for name in scenes.functions if name not in LAST)
 OF_EXPERTS = tuple(name for name in expert_scenes.functions if name not in LAST)

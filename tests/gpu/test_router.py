@@ -45,7 +45,7 @@ def by_torch(monkeypatch, function, *arguments):
 
 
 def is_settled(scores, topk):
-    """Tokens whose choice does not hang on how the last bit of a score was rounded."""
+    """Tokens whose choice does not depend on the rounding of a score's last bit."""
     ordered = scores.float().sort(-1, descending=True).values
     if topk == ordered.shape[-1]:
         return torch.ones(len(ordered), dtype=torch.bool, device=ordered.device)
@@ -58,7 +58,7 @@ def is_settled(scores, topk):
 def test_kernels_are_near_torch(case, tokens, experts, dtype, monkeypatch):
     function, _, how = case.partition(" ")
     torch.manual_seed(tokens + experts)
-    # Distinct in every type, so that equal logits do not hide a wrong order.
+    # Logits are distinct in every type: equal logits would hide a wrong order.
     x = torch.randn(tokens, experts, device="cuda").to(dtype)
     bias = torch.linspace(-0.3, 0.3, experts, device="cuda") if how == "biased" else None
     topk = min(experts, 8)
@@ -85,7 +85,7 @@ def test_kernels_are_near_torch(case, tokens, experts, dtype, monkeypatch):
         mine, theirs = run(), by_torch(monkeypatch, run)
         same = (mine[1] == theirs[1]).all(-1)
         if function == "softmax" and how != "before":
-            assert same.all()  # logits are compared as they are
+            assert same.all()  # logits are compared without rounding
         assert same.float().mean() > 0.98
         room = {torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9}[dtype]
         for index in (0, 4):

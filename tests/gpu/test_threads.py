@@ -26,7 +26,7 @@ def private_bytes():
 
 
 def fill():
-    """Have the dispatcher take memory of its own."""
+    """Let the dispatcher allocate memory of its own."""
     layer = te.Linear(1024, 1024, device="cuda", params_dtype=torch.bfloat16)
     with torch.no_grad(), te.autocast(recipe=Float8CurrentScaling()):
         layer(torch.ones(256, 1024, dtype=torch.bfloat16, device="cuda"))
@@ -34,7 +34,7 @@ def fill():
 
 
 def in_thread(body):
-    """Run `body` in a thread, which has no context of its own; how often this one came to run meanwhile."""
+    """Run `body` in a thread without a context of its own; return how often this thread ran meanwhile."""
     entered, left = threading.Event(), threading.Event()
 
     def run():
@@ -60,9 +60,9 @@ def test_memory_goes_back_from_a_thread_that_lets_others_run():
     # The driver waits for the kernel; a thread that held the GIL would leave this one two turns at most.
     assert in_thread(dispatch.release_memory) > 20
     assert private_bytes() == 0
-    if "PYTEST_XDIST_WORKER" not in os.environ:  # others take memory of the same GPU meanwhile
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # other workers take memory of the same GPU
         assert torch.cuda.mem_get_info()[0] >= free + held // 2
-    fill()  # and is taken again
+    fill()  # the memory is taken again
     assert private_bytes() > 0
 
 

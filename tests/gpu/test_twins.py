@@ -1,6 +1,6 @@
-"""Random lives of a module on the GPU beside its twin on the host backend, which tests/unit holds against torch.
+"""Random calls of a module on the GPU and of its twin on the host backend, which tests/unit checks with torch.
 
-Memory that is free is full of NaN all the time, so what is read after its release, or before its kernel, shows.
+Free memory is always full of NaN, so that a read after a release, or before the kernel that writes, shows.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ RECIPES = [
     Float8BlockScaling(),
 ]
 NORMS = ["LayerNorm", "RMSNorm"]
-# Several roundings in a row; in FP8 sums in another order move single operands to a neighbour, which is 2^-3 away.
+# Several roundings in a row. In FP8, sums in another order move single operands to a neighbour, 2^-3 away.
 PRECISE = {torch.float32: 2e-3, torch.float16: 6e-3, torch.bfloat16: 2.5e-2}
 FP8 = 0.08
 STEPS = 10
 
 
 def poison() -> None:
-    """Fills what the allocator has free with NaN."""
+    """Fills the allocator's free memory with NaN."""
     for size in (1 << 10, 1 << 14, 1 << 18):
         blocks = [torch.full((size + 64 * i,), float("nan"), device="cuda") for i in range(4)]
         del blocks
 
 
 def an_op(random: Random, cols: int, options: dict[str, Any]) -> tuple[torch.nn.Module, int]:
-    """An op for `cols` columns, and how many it leaves."""
+    """An op for `cols` columns, and the number of columns of its result."""
     kind = random.choice(["linear", "linear", "norm", "activation", "gated", "other", "torch"])
     if kind == "linear":
         outputs = random.choice([64, 128, 256])
@@ -90,7 +90,7 @@ def a_module(random: Random, dtype: torch.dtype) -> tuple[torch.nn.Module, int]:
 
 
 class Twins:
-    """A module on either side, and what happens to both."""
+    """A module on the GPU, its twin on the host, and the calls of both."""
 
     def __init__(self, seed: int) -> None:
         torch.manual_seed(seed)
@@ -155,7 +155,7 @@ class Twins:
             for times in ((1, 2) if kind in ("twice", "later") else (1,))
         ]
         grad = 0.1 * torch.randn_like(passes[0][0])
-        # The gradients' scales are updated when the first module of a region, the host's, is through.
+        # The gradients' scales are updated when the backward of the region's first module, the host's, has ended.
         for y, gpu_y in passes[:: -1 if kind == "later" else 1]:
             self.check("y", gpu_y.detach(), y.detach())
             gpu_y.backward(grad.cuda())
@@ -166,7 +166,7 @@ class Twins:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Moves each parameter by a twentieth of its norm, the GPU's to the same numbers."""
+        """Moves each parameter by a twentieth of its norm, on the GPU to the same numbers."""
         named = dict(self.gpu.named_parameters())
         for name, theirs in self.host.named_parameters():
             ours, grad = named[name], theirs.grad
@@ -202,7 +202,7 @@ class Twins:
 
 
 def in_thread(work: Any) -> None:
-    """Runs `work` in a thread of its own, and raises here what it raised there."""
+    """Runs `work` in a thread of its own, and raises the thread's errors here."""
     raised: list[BaseException] = []
 
     def run() -> None:

@@ -10,25 +10,25 @@ import torch
 
 import parity
 
-# What Transformer Engine and the compilers that it uses warn of is not te_fast's.
+# Warnings of Transformer Engine and of the compilers that it uses are not te_fast's.
 pytestmark = [pytest.mark.te, pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
-# A share of the numbers lies one step of their type beside: a difference is about that step times the root of the
-# share. A step is 2**-8 of a number in BF16, at most, 2**-3 in E4M3 and 2**-2 in E5M2.
+# If a share of the numbers differs by one step of their type, the difference is about the step times the root of the
+# share. A step is at most 2**-8 of a number in BF16, 2**-3 in E4M3 and 2**-2 in E5M2.
 FP8_OF_ROUNDED = 5e-2
 FP8_OF_NORM = 5e-3
 BF16_TWICE = 5e-3
 BF16_ONCE = 5e-4
 FP32_SUMS = 2e-6
 
-#: The greatest difference and its reason. The first name that a case begins with counts.
+#: The greatest difference and its reason. The first entry whose name begins a case's name counts.
 BOUNDS = {
-    # Transformer Engine stores a value in BF16 between two kernels that te_fast has as one. Rounded twice, one operand
-    # in thirty lies a step of E4M3 beside: 2.3e-2 for the operand, and the same for its products.
+    # Transformer Engine stores a value in BF16 between two kernels that te_fast has fused. After two roundings one
+    # operand in thirty differs by a step of E4M3: 2.3e-2 for the operand, and the same for its products.
     "LayerNormMLP": FP8_OF_ROUNDED,
     "FP8 weights: LayerNormMLP": FP8_OF_ROUNDED,
     "ops: ": FP8_OF_ROUNDED,
-    # Norms sum in another order. One result in a thousand lies a step of BF16 beside, and one a step of E4M3.
+    # Norms sum in another order. One result in a thousand differs by a step of BF16, and one by a step of E4M3.
     "LayerNormLinear": FP8_OF_NORM,
     "FP8 weights: LayerNormLinear": FP8_OF_NORM,
     "LayerNorm": BF16_ONCE,
@@ -43,12 +43,12 @@ BOUNDS = {
     # Attention is another library's kernel: probabilities that are rounded to BF16 at another place, in each product of
     # two.
     "DotProductAttention": 2 * BF16_TWICE,
-    # Attention's differences, quantised for the product behind it: one operand in thirty lies a step of E4M3 beside.
+    # Attention's differences, quantised for the next product: one operand in thirty differs by a step of E4M3.
     "MultiheadAttention": FP8_OF_ROUNDED,
     # The Llama block's gradient of queries and keys passes attention and two products: two such differences.
     "TransformerLayer": 2 * FP8_OF_ROUNDED,
     # Transformer Engine rounds the weights of experts to BF16, and the sum after every expert; te_fast computes in FP32
-    # and rounds once. Of the exact sum te_fast is 1.7e-3 away, Transformer Engine 2.5e-3.
+    # and rounds once. te_fast is 1.7e-3 away from the exact sum, Transformer Engine 2.5e-3.
     "MoE permutation, expert indices": BF16_TWICE,
     "MoE permutation": 0.0,
     # Sums and exponentials in FP32, in another order.

@@ -1,6 +1,6 @@
 """Code that mypy must refuse or accept; `make lint` checks it, and nothing runs it.
 
-An ignore that hides no error is an error (``warn_unused_ignores``), so that each one asserts that its line is refused.
+An ignore that hides no error is an error (``warn_unused_ignores``), so that each ignore asserts a refusal of its line.
 """
 
 import torch

@@ -3,7 +3,7 @@
 // The guest marks places by a system call that does nothing, getppid, with the range in its first two arguments and
 // kMark in its third. Each mark writes one line: instructions since the start, and those of the range.
 //
-// qemu's header is in no package of Debian's: these are the prototypes of version 1 of the interface.
+// No package of Debian's contains qemu's header: the prototypes below are of version 1 of the interface.
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>

@@ -2,7 +2,8 @@
 
     make test-arm
 
-The inputs are made of integers, and FP8 layers on a CPU compute with te_fast's own code: equal programs, equal bits.
+The inputs are made of integers, and FP8 layers on a CPU compute with te_fast's own code. So both machines must give
+equal bits.
 """
 
 from __future__ import annotations
