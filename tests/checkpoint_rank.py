@@ -143,7 +143,7 @@ def a_share_is_not_the_whole():
         HIDDEN, HEADS, fuse_qkv_params=True, qkv_weight_interleaved=False, set_parallel_mode=True,
         tp_group=dist.group.WORLD, tp_size=2, device="cpu",
     )  # fmt: skip
-    with pytest.raises(NotImplementedError, match="qkv.weight has this rank's parts"):
+    with pytest.raises(NotImplementedError, match="qkv.weight has this rank's queries"):
         te_fast.sharded_state_dict(joined)
     # Nothing is split: the same on all ranks.
     plain = te.Linear(HIDDEN, FFN, device="cpu")
