@@ -25,8 +25,8 @@ _ROWS = 8
 def is_needed(x: torch.Tensor, *lines: int) -> bool:
     """Tell whether experts run one by one on values of a tensor's device and type.
 
-    Products of all experts in one launch need a GPU that they are compiled for, operands in FP8 or of 16 bits, and
-    lines of a multiple of 16 bytes. Their gradients are of the operands as they were multiplied.
+    The products of all experts in one launch need a GPU that has their kernels, operands in FP8 or of 16 bits, and
+    lines of a multiple of 16 bytes. Their backward cannot take operands that were dequantised.
 
     Parameters
     ----------
@@ -39,15 +39,13 @@ def is_needed(x: torch.Tensor, *lines: int) -> bool:
         return True
     if is_traced(x):  # the operator itself says what it does not take
         return False
-    recipe = native.autocast_objects()[0]
+    recipe = native.autocast_objects()[0] if autocast_state.fp8_enabled else None
     override = getattr(recipe, "backward_override", None)
-    if override is not None and not autocast_state.fp8_enabled:
-        recipe = override = None
     if override == "dequantized":
         return True
     if x.device.type != "cuda" or _is_taken(x.dtype, lines):
         return False
-    if override is None and recipe is not None and autocast_state.fp8_enabled:
+    if recipe is not None and override is None:  # all products are of FP8 operands
         return False
     in_autocast = torch.is_autocast_enabled("cuda")
     return not (in_autocast and _is_taken(torch.get_autocast_dtype("cuda"), lines))

@@ -1,10 +1,11 @@
 //! The launches of a library's call, learned from captures of it.
 //!
-//! Each `cublasLtMatmul` takes the host 7 us, in which it decides the same again: its launches depend on the problem, which
-//! a plan fixes, and on the addresses of the call. So the call is captured three times, each time with invented addresses.
-//! Nothing runs. A word of the launches' parameters must be a constant, or one of the addresses plus a constant, in all
-//! three captures. Later calls write their addresses into the parameters and launch, which takes 2.6 us. If the captures
-//! differ in any other way, nothing is learned, and the library is called as before.
+//! `cublasLtMatmul` makes the same decisions in each call of a plan: its launches depend on the problem, which the plan
+//! fixes, and on the addresses of the call. So te_fast captures the call three times, each time with invented addresses.
+//! Nothing runs. In all three captures, each word of the launches' parameters must be a constant, or one of the addresses
+//! plus a constant. Later calls write their addresses into the parameters and launch without the library. If the captures
+//! differ in any other way, nothing is learned, and the library is called as before. `benches/rows_host.py` (fresh
+//! addresses) shows the host time that this saves.
 #![expect(unsafe_code, reason = "reads captured graphs and launches; every block names who guarantees its arguments")]
 
 use std::ffi::c_void;
@@ -19,11 +20,11 @@ use crate::cuda::device::{CudaQueue, Stream};
 use crate::cuda::functions::{Functions, SUCCESS, check, functions};
 use crate::cuda::graph::Captured;
 
-/// Captures that a rule has to hold in.
+/// Number of captures that a rule must explain.
 const CAPTURES: usize = 3;
-/// Invented addresses lie here and above, as those of devices do.
+/// The lowest invented address. Addresses of device memory lie in this range, too.
 const LOWEST: u64 = 0x7000_0000_0000;
-/// Bytes above it among which they are spread.
+/// Size of the range of invented addresses, in bytes.
 const SPREAD: u64 = 1 << 40;
 
 /// `CU_GRAPH_NODE_TYPE_KERNEL`.
@@ -34,7 +35,7 @@ const FILL: u32 = sys::CUgraphNodeType::CU_GRAPH_NODE_TYPE_MEMSET as u32;
 const END: usize = 0;
 /// `CU_LAUNCH_PARAM_BUFFER_POINTER`: the entry behind it points at a kernel's parameters.
 const BUFFER_POINTER: usize = 1;
-/// `CU_LAUNCH_PARAM_BUFFER_SIZE`: the entry behind it points at their bytes' number.
+/// `CU_LAUNCH_PARAM_BUFFER_SIZE`: the entry behind it points at the number of their bytes.
 const BUFFER_SIZE: usize = 2;
 
 /// The launches of one call with `N` addresses, in order.
@@ -55,7 +56,7 @@ struct Step {
     words: Vec<u64>,
 }
 
-/// What is the same in all calls.
+/// The properties of a launch that all calls share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Shape {
     Kernel {
@@ -86,9 +87,9 @@ struct Rule {
 }
 
 impl<const N: usize> Learned<N> {
-    /// Learns the launches of `call`, which makes them on a stream with the addresses that it is given. An address that no
-    /// call has is of alignment 0; the others are multiples of theirs, in bytes. None if `call` fails, if something else than
-    /// the addresses decides about the launches, or if one of them cannot be repeated.
+    /// Learns the launches of `call`, which makes them on a given stream with given addresses. `alignments` has the bytes
+    /// that each address is a multiple of, and 0 for an address that no call has. None if `call` fails, if the launches
+    /// depend on anything but the addresses, or if a launch cannot be repeated.
     pub(crate) fn learn(
         queue: &mut CudaQueue<'_>,
         alignments: &[u64; N],
@@ -211,17 +212,17 @@ impl Step {
             attrs: used.as_mut_ptr(),
             numAttrs: used.len() as u32,
         };
-        let mut where_they_are: [*mut c_void; 5] = [
+        let mut parameters: [*mut c_void; 5] = [
             BUFFER_POINTER as *mut c_void,
             self.words.as_mut_ptr().cast(),
             BUFFER_SIZE as *mut c_void,
             (&raw mut bytes).cast(),
             END as *mut c_void,
         ];
-        // SAFETY: the library made this very launch when it was captured; what its addresses point at is what the library
-        // would be given, and the parameters outlive the call, which copies them.
+        // SAFETY: the library made this launch when it was captured. The caller gives it the memory that it would give to
+        // the library, and the parameters outlive the call, which copies them.
         check("cuLaunchKernelEx", unsafe {
-            (calls.cuLaunchKernelEx)(&raw const config, function, std::ptr::null_mut(), where_they_are.as_mut_ptr())
+            (calls.cuLaunchKernelEx)(&raw const config, function, std::ptr::null_mut(), parameters.as_mut_ptr())
         })
     }
 
@@ -230,7 +231,7 @@ impl Step {
             return Ok(());
         };
         if element_bytes == 1 {
-            // SAFETY: memory that the library filled so when it was captured, in the workspace or the result of the call.
+            // SAFETY: the library filled the same part of the workspace or of the result when it was captured.
             return check("cuMemsetD8Async", unsafe {
                 (calls.cuMemsetD8Async)(*to, value as u8, elements, stream.raw())
             });
@@ -240,12 +241,12 @@ impl Step {
     }
 }
 
-/// Addresses of one capture: none near another, and no more aligned than they have to be.
+/// Addresses of one capture: far from each other, and not more aligned than required.
 fn invented<const N: usize>(capture: usize, alignments: &[u64; N]) -> [u64; N] {
     std::array::from_fn(|index| match alignments[index] {
         0 => 0,
         alignment => {
-            // SplitMix64: numbers that follow each other give ones without any likeness.
+            // SplitMix64 turns consecutive numbers into unrelated ones.
             let mut mixed = ((capture * N + index + 1) as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
             mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
             mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
@@ -395,9 +396,10 @@ mod tests {
     #[test]
     fn words_are_constants_or_an_address_plus_a_constant() {
         let steps = captures(|_, known| vec![7, known[1], known[0].wrapping_add(640), known[0].wrapping_sub(16), 0]);
-        let rules = rules_of(&steps, &addresses()).expect("learned");
+        let rules = rules_of(&steps, &addresses());
         let rule = |word, address, offset| Rule { word, address, offset };
-        assert_eq!(rules, [vec![rule(1, 1, 0), rule(2, 0, 640), rule(3, 0, 16_u64.wrapping_neg())]]);
+        let wanted = vec![rule(1, 1, 0), rule(2, 0, 640), rule(3, 0, 16_u64.wrapping_neg())];
+        assert_eq!(rules, Some(vec![wanted]));
     }
 
     #[test]
