@@ -69,6 +69,39 @@ def test_a_compiled_layer_trains_as_eager_does(name, kind):
     assert not counters()["graph_break"]
 
 
+MODELS = LAYERS | {
+    "TransformerLayer": lambda: te.TransformerLayer(
+        32, 64, 2, attention_dropout=0.0, hidden_dropout=0.0, device="cpu"
+    ),
+    "MoE": lambda: te.MoE(32, 64, 4, topk=2, device="cpu"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    quickly(list(product(MODELS, RECIPES | WITHOUT)), ("TransformerLayer", "delayed")),
+)
+def test_one_graph_serves_all_row_counts_from_the_first_on(name, kind):
+    model, recipe = MODELS[name](), (RECIPES | WITHOUT)[kind]()
+    other = copy.deepcopy(model)
+    run = compiled(lambda x: other(x), dynamic=True)
+    shape = (1, 32) if name == "TransformerLayer" else (32,)
+    for rows in (24, 40, 56):  # sizes that nothing else has: torch takes equal sizes for one
+        x = torch.randn(rows, *shape)
+        results = []
+        for function in (model, run):
+            given = x.clone().requires_grad_()
+            with region(recipe):
+                y = function(given)
+            y.square().sum().backward()
+            results.append((y, given.grad))
+        for one, two in zip(*results, strict=True):
+            torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-6)
+        for p, q in zip(model.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-6)
+    assert counters()["stats"]["unique_graphs"] == 1
+
+
 @pytest.mark.parametrize(
     ("name", "kind"),
     quickly(list(product(["LayerNormMLP", "Linear"], RECIPES)), ("LayerNormMLP", "delayed")),
@@ -379,7 +412,18 @@ class Cosine(te.ops.BasicOperation):
         return torch.where(x > 0, grad_output, 0), ()
 
 
+class Unchanged(te.ops.BasicOperation):
+    """An operation that ends with conversions that change nothing."""
+
+    def op_forward(self, ctx, input_, **_):
+        return (input_ + 1).to(input_.dtype).contiguous()
+
+    def op_backward(self, ctx, grad_output):
+        return grad_output.contiguous(), ()
+
+
 CHAINS = {
+    "conversion": lambda: [te.ops.Linear(32, 32, device="cpu"), Unchanged(), Cosine()],
     "user's own": lambda: [
         te.ops.Linear(32, 64, device="cpu"),
         Cosine(),
@@ -397,7 +441,12 @@ CHAINS = {
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    quickly(list(product(CHAINS, RECIPES)), ("user's own", "delayed"), ("Quantize", "block")),
+    quickly(
+        list(product(CHAINS, RECIPES)),
+        ("user's own", "delayed"),
+        ("conversion", "current"),
+        ("Quantize", "block"),
+    ),
 )
 def test_chains(name, kind):
     assert_trains_alike(te.ops.Sequential(*CHAINS[name]()), RECIPES[kind](), inside)

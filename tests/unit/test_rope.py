@@ -9,6 +9,9 @@ import te_fast.pytorch as te
 from attention_reference import F64, rotate
 from te_fast.errors import ShapeError, UnsupportedError
 from te_fast.pytorch.attention.rope import apply_fused_qkv_rotary_pos_emb, apply_rotary_pos_emb
+from te_fast.runtime.compiling import CAN_COMPILE
+
+compiles = pytest.mark.skipif(not CAN_COMPILE, reason="torch 2.8 or later")
 
 S, B, H, D = 6, 3, 2, 8
 
@@ -111,6 +114,26 @@ def test_of_the_product_of_queries_keys_and_values(fmt, interleaved):
     assert torch.equal(q, apply_rotary_pos_emb(wanted_q, of_q, fused=True, **options))
     assert torch.equal(k, apply_rotary_pos_emb(wanted_k, of_k, fused=True, **options))
     assert torch.equal(v, qkv[..., 3 * D :])
+
+
+@compiles
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [D, 4])
+def test_a_graph_has_the_gradients_of_eager(width, dtype):
+    # Between differentiable operations: torch 2.11 lost the gradient there.
+    of_t, factor = angles(dim=width), torch.randn(D, dtype=dtype)
+
+    def scaled(t):
+        return apply_rotary_pos_emb(t * factor, of_t) * factor
+
+    t, grad = torch.randn(S, B, H, D, dtype=dtype), torch.randn(S, B, H, D, dtype=dtype)
+    results = []
+    for function in (scaled, torch.compile(scaled, fullgraph=True, backend="aot_eager")):
+        given = t.clone().requires_grad_()
+        function(given).backward(grad)
+        results.append(given.grad)
+    assert results[0].abs().max() > 0.1
+    torch.testing.assert_close(*results)
 
 
 @pytest.mark.parametrize(

@@ -340,12 +340,15 @@ class DotProductAttention(TransformerEngineBaseModule):
         """Return the arguments of a call; the constructor's arguments replace those that are None."""
         window = tuple(window) if isinstance(window, list) else window
         asked = (mask_type, window, bottom_right)
-        rule = self._rules.get(asked)
+        # A trace would guard that the dictionary lacks the rule, and so compile a second time.
+        rule = None if is_in_graph() else self._rules.get(asked)
         if rule is None:
             mask_type = self.attn_mask_type if mask_type is None else mask_type
             window = self.window_size if window is None else window
             bottom_right = self.bottom_right_diagonal if bottom_right is None else bottom_right
-            rule = self._rules[asked] = rule_of(mask_type, window, bottom_right, self.name)
+            rule = rule_of(mask_type, window, bottom_right, self.name)
+            if not is_in_graph():
+                self._rules[asked] = rule
         return rule
 
     def _check_region(self) -> None:
@@ -496,7 +499,9 @@ class DotProductAttention(TransformerEngineBaseModule):
             If the bound is negative or not finite.
         """
         cap = self.softcap if softcap is None else softcap
-        if not math.isfinite(cap) or cap < 0.0:
+        if (
+            not 0.0 <= cap < math.inf
+        ):  # in a trace with dynamic=True, not a float that functions of math take
             message = f"{self.name}: softcap must be finite and not negative, got {cap!r}"
             raise ShapeError(message)
         return cap

@@ -182,7 +182,8 @@ def _combined(
     part = t[..., :heads, :width] if (heads, width) != (count, channels) else t
     turned = part * cos + _turned(part, interleaved) * sin
     if part is t:
-        return turned.to(t.dtype)
+        # torch 2.11 loses the gradient of a traced function that returns the result of a conversion to its own type.
+        return turned if turned.dtype == t.dtype else turned.to(t.dtype)
     out = torch.empty_like(t)
     out[..., :heads, :width] = turned
     if width < channels:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from te_fast.convert import known
+from te_fast.convert import known, masks
 from te_fast.convert.experts import ExpertsForward, experts, is_experts, try_experts
 from te_fast.convert.forwards import (
     DecoderForward,
@@ -48,6 +48,7 @@ __all__ = ["Report", "convert", "load_scaling_state", "main", "scaling_state", "
 #: Names of layers that compute logits: their rounding errors go straight into the loss.
 HEADS = ("lm_head", "embed_out", "output", "score", "classifier", "logits", "head")
 _KEY = "forward"
+_MASK_NOTE = f"set the model's attention to {masks.NAME!r}: compiled code leaves out masks that hide only later tokens"
 _UNGATED = {torch.nn.ReLU: "relu", torch.nn.SiLU: "silu"}
 
 
@@ -63,6 +64,8 @@ class Report:
         Why modules were left as they are, by name.
     dry_run : bool
         Nothing was changed.
+    notes : tuple of str
+        Other changes.
 
     See Also
     --------
@@ -80,6 +83,7 @@ class Report:
     converted: dict[str, str] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
     dry_run: bool = False
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """Return the number of modules of each kind, and every reason with its first module."""
@@ -94,6 +98,7 @@ class Report:
         for why, names in grouped.items():
             others = f" and {len(names) - 1} more" if len(names) > 1 else ""
             lines.append(f"  left {names[0]}{others}: {why}")
+        lines += [f"  {note}" for note in self.notes]
         return "\n".join(lines)
 
 
@@ -206,14 +211,18 @@ class _Plan:
                 return made, 4, "norm + feed-forward block"
         return norm_and_linear(found, modules[0], first, name), 2, "norm + linear layer"
 
-    def apply(self) -> None:
-        """Change the model."""
+    def apply(self) -> tuple[str, ...]:
+        """Change the model; return notes for the report."""
         lays = [pack(group) for _, _, forward in self.forwards for group in forward.packed()]
         for lay in lays:
             if lay is not None:
                 lay()
         for _, module, forward in self.forwards:
             module.__dict__[_KEY] = forward
+        decoders = [
+            module for _, module, forward in self.forwards if isinstance(forward, DecoderForward)
+        ]
+        return (_MASK_NOTE,) if masks.leave_out([module.self_attn for module in decoders]) else ()
 
 
 def _refuse(model: Any) -> None:
@@ -294,9 +303,8 @@ def convert(
         exclude = (exclude,)
     plan = _Plan(model, tuple(exclude))
     converted = {name: forward.what for name, _, forward in plan.forwards}
-    if not dry_run:
-        plan.apply()
-    return Report(converted, plan.left, dry_run)
+    notes = () if dry_run else plan.apply()
+    return Report(converted, plan.left, dry_run, notes)
 
 
 def undo(model: torch.nn.Module) -> int:
@@ -332,6 +340,7 @@ def undo(model: torch.nn.Module) -> int:
     2
     """
     found = [module for _, module, _ in converted_modules(model)]
+    attentions = [getattr(module, "self_attn", None) for module in found]
     for name, module in model.named_modules():
         if isinstance(module.__dict__.get("_old_forward"), Forward):
             message = (
@@ -343,6 +352,7 @@ def undo(model: torch.nn.Module) -> int:
         raise StateError(message)
     for module in found:
         del module.__dict__[_KEY]
+    masks.restore(attentions)
     return len(found)
 
 

@@ -11,6 +11,7 @@ refer to it by a number, which is computed from its content. Tensors of operator
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -341,7 +342,8 @@ def apply(
         raise ShapeError(message)
     if not enabled:
         params = tuple([p.dequantize() if is_quantized(p) else p for p in params])
-    cols = x.shape[-1]
+    # Columns belong to a program: operator.index makes a number of what a trace with dynamic=True has not fixed.
+    cols = operator.index(x.shape[-1])
     given = [_as_matrix(extra, x) for extra in extras]
     tensors = [x.reshape(-1, cols), *given, *params]
     wants = tuple([grads and tensor.requires_grad for tensor in (x, *extras, *params)])
@@ -428,8 +430,10 @@ def _exported(
 def _described(tensors: Tensors, extras: int) -> tuple[Described, ...]:
     """Return the descriptions of input, extra inputs and parameters for :meth:`Traced.prepare`, without rows."""
     shapes = [
-        (1, tensor.shape[-1]) if index <= extras else tuple(tensor.shape)
-        for index, tensor in enumerate(tensors)
+        (1, operator.index(tensor.shape[-1]))
+        if at <= extras
+        else tuple([operator.index(size) for size in tensor.shape])
+        for at, tensor in enumerate(tensors)
     ]
     return tuple(
         [

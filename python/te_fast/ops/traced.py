@@ -181,7 +181,9 @@ class _PythonOperation(torch.autograd.Function):
         y: torch.Tensor = op.op_forward(
             ctx, x, prev_op_grad_output_quantizer=None, next_op_input_quantizer=None, **kwargs
         )
-        return y
+        # A view, since torch 2.11 loses the gradient of a traced function that returns the result of an operation that
+        # changed nothing, such as a conversion to the same type.
+        return y.view_as(y)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:

@@ -1,0 +1,184 @@
+"""convert with models of Hugging Face's Transformers: their numbers, their masks in compiled code, their files."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+
+import te_fast
+import te_fast.pytorch as te
+from te_fast.common.recipe import Float8CurrentScaling
+from te_fast.convert import masks
+from te_fast.runtime.compiling import CAN_COMPILE
+
+transformers = pytest.importorskip("transformers")
+compiles = pytest.mark.skipif(not CAN_COMPILE, reason="layers are compiled from torch 2.8 on")
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 96,
+    "max_position_embeddings": 64,
+}
+KINDS = {
+    "llama": lambda: transformers.LlamaConfig(**SIZES),
+    "qwen2": lambda: transformers.Qwen2Config(**SIZES),
+    "qwen3": lambda: transformers.Qwen3Config(**SIZES, head_dim=16),
+    "mistral": lambda: transformers.MistralConfig(**SIZES, sliding_window=None),
+    "sliding window": lambda: transformers.MistralConfig(**SIZES, sliding_window=8),
+    "mixtral": lambda: transformers.MixtralConfig(
+        **SIZES, num_local_experts=4, num_experts_per_tok=2
+    ),
+}
+TOKENS = torch.randint(1, 96, (2, 16), generator=torch.Generator().manual_seed(3))
+PADDED = torch.ones_like(TOKENS)
+PADDED[0, :5] = 0
+
+
+def made(kind="llama"):
+    torch.manual_seed(1)
+    return transformers.AutoModelForCausalLM.from_config(KINDS[kind]())
+
+
+def step(model, run=None, **given):
+    """Return the loss, the logits and the gradients of a step."""
+    model.zero_grad()
+    out = (model if run is None else run)(input_ids=TOKENS, labels=TOKENS, **given)
+    out.loss.backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return out.loss.detach(), out.logits.detach(), grads
+
+
+def compare(got, wanted):
+    torch.testing.assert_close(got[0], wanted[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(got[1], wanted[1], rtol=1e-4, atol=1e-5)
+    assert got[2].keys() == wanted[2].keys()
+    for name, grad in got[2].items():
+        torch.testing.assert_close(grad, wanted[2][name], rtol=1e-3, atol=1e-5, msg=name)
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """Whether each call of attention had a mask."""
+    found = []
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def watched(q, k, v, attn_mask=None, *rest, **options):
+        found.append(attn_mask is not None)
+        return attend(q, k, v, attn_mask, *rest, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("options", [{}, {"use_cache": False}, {"attention_mask": PADDED}])
+def test_a_step_is_the_models_own(kind, options):
+    model = made(kind)
+    wanted = step(model, **options)
+    report = te_fast.convert(model)
+    assert "decoder layer" in " ".join(report.converted.values())
+    compare(step(model, **options), wanted)
+
+
+@compiles
+@pytest.mark.parametrize(
+    ("kind", "options", "has_mask"),
+    [
+        ("llama", {}, False),
+        ("llama", {"attention_mask": PADDED}, True),
+        pytest.param("qwen3", {}, False, marks=pytest.mark.slow),
+        pytest.param("mistral", {}, False, marks=pytest.mark.slow),
+        pytest.param("sliding window", {}, True, marks=pytest.mark.slow),
+    ],
+)
+def test_compiled_attention_has_a_mask_only_where_it_needs_one(kind, options, has_mask, seen):
+    model = made(kind)
+    wanted = step(model, **options)
+    te_fast.convert(model)
+    seen.clear()
+    got = step(model, torch.compile(model, backend="aot_eager"), **options)
+    assert set(seen) == {has_mask}
+    compare(got, wanted)
+
+
+@compiles
+@pytest.mark.slow
+def test_compiled_calls_of_another_length_are_right():
+    model = made()
+    te_fast.convert(model)
+    run = torch.compile(model, backend="aot_eager", dynamic=True)
+    with torch.no_grad():
+        for length in (16, 9, 12):
+            got = run(input_ids=TOKENS[:, :length]).logits
+            wanted = model(input_ids=TOKENS[:, :length]).logits
+            torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+@compiles
+def test_an_exported_graph_keeps_the_mask(seen):
+    model = made().eval()
+    te_fast.convert(model)
+    with torch.no_grad():
+        wanted = model(input_ids=TOKENS, use_cache=False).logits
+        seen.clear()
+        options = {"input_ids": TOKENS, "use_cache": False}
+        program = torch.export.export(model, (), options, strict=False)
+        assert set(seen) == {True}
+        torch.testing.assert_close(program.module()(**options).logits, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_fp8_training_follows_the_model():
+    losses = []
+    for is_fp8 in (False, True):
+        model = made()
+        if is_fp8:
+            te_fast.convert(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        for _ in range(8):
+            with te.autocast(enabled=is_fp8, recipe=Float8CurrentScaling()):
+                loss = model(input_ids=TOKENS, labels=TOKENS).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    assert abs(losses[1] - losses[0]) < 0.02 * losses[0]
+
+
+def test_generation_is_the_models_own():
+    model = made().eval()
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    wanted = model.generate(TOKENS, attention_mask=PADDED, **options)
+    te_fast.convert(model)
+    assert torch.equal(model.generate(TOKENS, attention_mask=PADDED, **options), wanted)
+
+
+def test_undone_and_saved(tmp_path):
+    model = made()
+    report = te_fast.convert(model)
+    assert masks.NAME in str(report)
+    assert model.config._attn_implementation == masks.NAME
+    assert copy.deepcopy(model).config._attn_implementation == masks.NAME
+    model.save_pretrained(tmp_path)
+    assert masks.NAME not in json.dumps(json.loads((tmp_path / "config.json").read_text()))
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert again.config._attn_implementation == "sdpa"
+    compare(step(again), step(model))
+    assert te_fast.convert.undo(model) > 0
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_another_attention_stays():
+    model = made()
+    model.set_attn_implementation("eager")
+    wanted = step(model)
+    assert te_fast.convert(model).notes == ()
+    assert model.config._attn_implementation == "eager"
+    compare(step(model), wanted)
+    assert te_fast.convert(made(), dry_run=True).notes == ()
