@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import json
+import inspect
 
 import pytest
 import torch
@@ -11,7 +11,6 @@ import torch
 import te_fast
 import te_fast.pytorch as te
 from te_fast.common.recipe import Float8CurrentScaling
-from te_fast.convert import masks
 from te_fast.runtime.compiling import CAN_COMPILE
 
 transformers = pytest.importorskip("transformers")
@@ -92,6 +91,8 @@ def test_a_step_is_the_models_own(kind, options):
     ("kind", "options", "has_mask"),
     [
         ("llama", {}, False),
+        ("llama", {"use_cache": False}, False),
+        ("llama", {"position_ids": torch.arange(16)[None], "use_cache": False}, True),
         ("llama", {"attention_mask": PADDED}, True),
         pytest.param("qwen3", {}, False, marks=pytest.mark.slow),
         pytest.param("mistral", {}, False, marks=pytest.mark.slow),
@@ -159,26 +160,71 @@ def test_generation_is_the_models_own():
     assert torch.equal(model.generate(TOKENS, attention_mask=PADDED, **options), wanted)
 
 
-def test_undone_and_saved(tmp_path):
+def test_undone_saved_and_copied(tmp_path):
     model = made()
+    signature = inspect.signature(model.model.forward)
     report = te_fast.convert(model)
-    assert masks.NAME in str(report)
-    assert model.config._attn_implementation == masks.NAME
-    assert copy.deepcopy(model).config._attn_implementation == masks.NAME
-    model.save_pretrained(tmp_path)
-    assert masks.NAME not in json.dumps(json.loads((tmp_path / "config.json").read_text()))
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert again.config._attn_implementation == "sdpa"
-    compare(step(again), step(model))
-    assert te_fast.convert.undo(model) > 0
-    assert model.config._attn_implementation == "sdpa"
-
-
-def test_another_attention_stays():
-    model = made()
-    model.set_attn_implementation("eager")
+    assert report.converted["model"] == "model without causal masks in compiled code"
+    assert inspect.signature(model.model.forward) == signature
     wanted = step(model)
-    assert te_fast.convert(model).notes == ()
-    assert model.config._attn_implementation == "eager"
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        model.model.embed_tokens.weight.mul_(2)
+    compare(step(other), wanted)
+    other.save_pretrained(tmp_path)
+    compare(step(transformers.AutoModelForCausalLM.from_pretrained(tmp_path)), wanted)
+    assert te_fast.convert.undo(other) > 0
+    assert "forward" not in other.model.__dict__
+    compare(step(other), wanted)
+
+
+def with_eager_attention(model):
+    model.set_attn_implementation("eager")
+
+
+def with_a_layer_left(model):
+    model.model.layers[1].self_attn.register_forward_hook(lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("llama", with_eager_attention),
+        ("llama", with_a_layer_left),
+        ("sliding window", lambda model: None),
+    ],
+)
+def test_models_that_need_their_masks_make_them(kind, change):
+    model = made(kind)
+    change(model)
+    wanted = step(model)
+    assert "model" not in te_fast.convert(model).converted
     compare(step(model), wanted)
-    assert te_fast.convert(made(), dry_run=True).notes == ()
+
+
+@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=compiles)])
+def test_attention_of_both_sides(is_compiled):
+    model = made()
+    causal = step(model)
+    wanted = step(model, is_causal=False)
+    assert not torch.allclose(wanted[1], causal[1])
+    te_fast.convert(model)
+    run = torch.compile(model, backend="aot_eager") if is_compiled else None
+    compare(step(model, run, is_causal=False), wanted)
+    compare(step(model, run), causal)
+
+
+@compiles
+@pytest.mark.slow
+def test_a_layer_that_changes_later_gets_its_mask(seen):
+    model = made()
+    wanted = step(model)
+    te_fast.convert(model)
+    with_a_layer_left(model)
+    seen.clear()
+    compare(step(model, torch.compile(model, backend="aot_eager")), wanted)
+    del model.model.layers[0].__dict__["forward"]
+    torch.compiler.reset()
+    seen.clear()
+    compare(step(model, torch.compile(model, backend="aot_eager")), wanted)
+    assert set(seen) == {True}

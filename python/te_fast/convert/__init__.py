@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from te_fast.convert import known, masks
+from te_fast.convert import known
 from te_fast.convert.experts import ExpertsForward, experts, is_experts, try_experts
 from te_fast.convert.forwards import (
     DecoderForward,
@@ -36,6 +36,7 @@ from te_fast.convert.forwards import (
     pack,
 )
 from te_fast.convert.known import Left, leave
+from te_fast.convert.masks import CausalForward, makes_masks
 from te_fast.convert.scales import converted as converted_modules
 from te_fast.convert.scales import load_scaling_state, scaling_state
 from te_fast.errors import ArgumentError, DtypeError, StateError, TeFastError
@@ -48,7 +49,6 @@ __all__ = ["Report", "convert", "load_scaling_state", "main", "scaling_state", "
 #: Names of layers that compute logits: their rounding errors go straight into the loss.
 HEADS = ("lm_head", "embed_out", "output", "score", "classifier", "logits", "head")
 _KEY = "forward"
-_MASK_NOTE = f"set the model's attention to {masks.NAME!r}: compiled code leaves out masks that hide only later tokens"
 _UNGATED = {torch.nn.ReLU: "relu", torch.nn.SiLU: "silu"}
 
 
@@ -64,8 +64,6 @@ class Report:
         Why modules were left as they are, by name.
     dry_run : bool
         Nothing was changed.
-    notes : tuple of str
-        Other changes.
 
     See Also
     --------
@@ -83,7 +81,6 @@ class Report:
     converted: dict[str, str] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
     dry_run: bool = False
-    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """Return the number of modules of each kind, and every reason with its first module."""
@@ -98,7 +95,6 @@ class Report:
         for why, names in grouped.items():
             others = f" and {len(names) - 1} more" if len(names) > 1 else ""
             lines.append(f"  left {names[0]}{others}: {why}")
-        lines += [f"  {note}" for note in self.notes]
         return "\n".join(lines)
 
 
@@ -119,9 +115,19 @@ class _Plan:
                 self._take(name, module, self._experts)
             elif type(module) is torch.nn.Sequential:
                 self._sequential(name, module)
+        decoders = {
+            module for _, module, forward in self.forwards if isinstance(forward, DecoderForward)
+        }
         for name, module in modules:
             if isinstance(module, torch.nn.Linear):
                 self._take(name, module, self._linear)
+            elif (
+                makes_masks(module)
+                and decoders.issuperset(module.layers)
+                and "forward" not in module.__dict__
+                and not self._is_excluded(name)
+            ):
+                self.forwards.append((name, module, CausalForward(module)))
 
     def _take(self, name: str, module: torch.nn.Module, make: Any) -> None:
         try:
@@ -211,18 +217,14 @@ class _Plan:
                 return made, 4, "norm + feed-forward block"
         return norm_and_linear(found, modules[0], first, name), 2, "norm + linear layer"
 
-    def apply(self) -> tuple[str, ...]:
-        """Change the model; return notes for the report."""
+    def apply(self) -> None:
+        """Change the model."""
         lays = [pack(group) for _, _, forward in self.forwards for group in forward.packed()]
         for lay in lays:
             if lay is not None:
                 lay()
         for _, module, forward in self.forwards:
             module.__dict__[_KEY] = forward
-        decoders = [
-            module for _, module, forward in self.forwards if isinstance(forward, DecoderForward)
-        ]
-        return (_MASK_NOTE,) if masks.leave_out([module.self_attn for module in decoders]) else ()
 
 
 def _refuse(model: Any) -> None:
@@ -303,8 +305,9 @@ def convert(
         exclude = (exclude,)
     plan = _Plan(model, tuple(exclude))
     converted = {name: forward.what for name, _, forward in plan.forwards}
-    notes = () if dry_run else plan.apply()
-    return Report(converted, plan.left, dry_run, notes)
+    if not dry_run:
+        plan.apply()
+    return Report(converted, plan.left, dry_run)
 
 
 def undo(model: torch.nn.Module) -> int:
@@ -340,7 +343,6 @@ def undo(model: torch.nn.Module) -> int:
     2
     """
     found = [module for _, module, _ in converted_modules(model)]
-    attentions = [getattr(module, "self_attn", None) for module in found]
     for name, module in model.named_modules():
         if isinstance(module.__dict__.get("_old_forward"), Forward):
             message = (
@@ -352,7 +354,6 @@ def undo(model: torch.nn.Module) -> int:
         raise StateError(message)
     for module in found:
         del module.__dict__[_KEY]
-    masks.restore(attentions)
     return len(found)
 
 

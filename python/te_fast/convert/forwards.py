@@ -317,7 +317,7 @@ class DecoderForward(Forward):
         cache = given.get("past_key_values")
         if cache is not None and (self.is_tuple or not self._is_empty(cache)):
             return False
-        if given.get("output_attentions"):
+        if given.get("output_attentions") or given.get("is_causal") is False:
             return False
         return _are_same(self._watched)
 
@@ -331,6 +331,11 @@ class DecoderForward(Forward):
     def __call__(self, hidden_states: torch.Tensor, *places: Any, **given: Any) -> Any:
         """Run te_fast's layers, or the layer's own forward if te_fast's layers do not support the call."""
         owner: Any = self._owner()
+        mask = given.get("attention_mask")
+        if (
+            isinstance(mask, torch.Tensor) and mask.numel() == 0
+        ):  # attention hides later tokens by itself
+            given["attention_mask"] = None
         if not self._is_for(given, places):
             return type(owner).forward(owner, hidden_states, *places, **given)
         y = self.run(hidden_states, **given)

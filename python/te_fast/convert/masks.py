@@ -2,25 +2,25 @@
 
 Transformers passes attention no mask that would only hide later tokens, since attention hides these by itself, faster.
 But in a trace, or under capture, Transformers always makes the mask, because a graph of ``torch.export`` must serve
-sequences of other lengths. ``torch.compile`` checks the lengths before every call, and a CUDA graph has one length. So
-te_fast adds an attention to Transformers: its ``sdpa``, which leaves out such a mask there, too.
+sequences of other lengths, and position numbers, even the model's own, could be those of packed sequences.
+``torch.compile`` checks the lengths before every call, and a CUDA graph has one length.
+
+There, a converted model passes an empty mask to Transformers, which hands a mask of four dimensions to the decoder
+layers as it is. The converted layers take the empty mask for none.
 """
 
 from __future__ import annotations
 
-import importlib
+import inspect
 import sys
-from collections.abc import Callable, Iterable
+import weakref
 from typing import Any
 
 import torch
 from torch.compiler import is_compiling
 
+from te_fast.convert.forwards import DecoderForward, Forward
 from te_fast.runtime.compiling import is_exporting
-
-#: The attention's name in a model's configuration.
-NAME = "sdpa_te_fast"
-_FORMER = "sdpa"
 
 
 def _is_in_export() -> bool:
@@ -37,79 +37,64 @@ def _has_fixed_lengths() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-def _hides_only_later_tokens(
-    *,
-    kv_length: int,
-    q_length: int | None = None,
-    cache_position: torch.Tensor | None = None,
-    attention_mask: torch.Tensor | None = None,
-    local_size: int | None = None,
-    allow_is_causal_skip: bool = True,
-    **_: Any,
-) -> bool:
-    """Tell whether attention needs no mask; the arguments are those of Transformers' ``sdpa_mask``."""
-    if not allow_is_causal_skip or attention_mask is not None:
-        return False
-    if q_length is None and cache_position is not None:  # before Transformers 5
-        q_length = cache_position.shape[0]
-    return q_length == kv_length and (local_size is None or kv_length < local_size)
-
-
-def _without_causal_masks(make: Callable[..., Any]) -> Callable[..., Any]:
-    def mask(**given: Any) -> torch.Tensor | None:
-        """Make a mask, unless attention needs none."""
-        if _has_fixed_lengths() and _hides_only_later_tokens(**given):
-            return None
-        result: torch.Tensor | None = make(**given)
-        return result
-
-    return mask
-
-
-def _add_attention() -> bool:
-    """Add the attention to Transformers. False if this release has no such interface."""
-    try:
-        masks: Any = importlib.import_module("transformers.masking_utils")
-        models: Any = importlib.import_module("transformers.modeling_utils")
-        mask, attention = masks.ALL_MASK_ATTENTION_FUNCTIONS, models.ALL_ATTENTION_FUNCTIONS
-        if NAME not in mask:
-            attention.register(NAME, attention[_FORMER])
-            mask.register(NAME, _without_causal_masks(mask[_FORMER]))
-    except (ImportError, AttributeError, KeyError):
-        return False
-    return True
-
-
-def _configurations(attentions: Iterable[Any], how: str) -> list[Any]:
-    """Return the Transformers configurations of attention modules that have an attention of this name, once each."""
-    transformers: Any = sys.modules.get("transformers")
-    if transformers is None:
-        return []
-    kinds = getattr(transformers, "PretrainedConfig", ())
-    found = [getattr(attention, "config", None) for attention in attentions]
-    ours = [config for config in found if isinstance(config, kinds)]
-    return list(
-        {id(config): config for config in ours if config._attn_implementation == how}.values()
-    )
-
-
-def leave_out(attentions: Iterable[Any]) -> bool:
-    """Let models leave out causal masks in compiled code; return whether any model does so now.
+def makes_masks(model: Any) -> bool:
+    """Tell whether a module is a model of Transformers that makes the same masks for all of its decoder layers.
 
     Parameters
     ----------
-    attentions : iterable of torch.nn.Module
-        The models' attention modules.
+    model : torch.nn.Module
+        Any module.
     """
-    found = _configurations(attentions, _FORMER)
-    if not found or not _add_attention():
+    transformers: Any = sys.modules.get("transformers")
+    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
         return False
-    for config in found:
-        config._attn_implementation = NAME
-    return True
+    if not hasattr(sys.modules.get(type(model).__module__), "create_causal_mask"):
+        return False
+    config = model.config
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    has_windows = any(
+        getattr(config, name, None) is not None
+        for name in ("sliding_window", "attention_chunk_size")
+    )
+    how = getattr(config, "_attn_implementation", None)
+    is_plain = kinds == {"full_attention"} and not has_windows and how == "sdpa"
+    return is_plain and isinstance(getattr(model, "layers", None), torch.nn.ModuleList)
 
 
-def restore(attentions: Iterable[Any]) -> None:
-    """Give models their attention back."""
-    for config in _configurations(attentions, NAME):
-        config._attn_implementation = _FORMER
+class CausalForward(Forward):
+    """A model of Transformers, all of whose decoder layers are converted."""
+
+    what = "model without causal masks in compiled code"
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._owner = weakref.ref(model)
+        self.__signature__ = inspect.signature(model.forward)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Store the model itself, since weak references are not copied."""
+        return self.__dict__ | {"_owner": self._owner()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Refer to the copy's own model."""
+        self.__dict__.update(state | {"_owner": weakref.ref(state["_owner"])})
+
+    def layers(self) -> dict[str, Any]:
+        """Return nothing: the layers are the decoder layers' own."""
+        return {}
+
+    def __call__(self, *places: Any, **given: Any) -> Any:
+        """Run the model's own forward, with an empty mask if attention needs none."""
+        owner: Any = self._owner()
+        if _has_fixed_lengths() and self._needs_no_mask(owner, places, given):
+            given["attention_mask"] = torch.empty((1, 1, 0, 0), dtype=torch.bool)
+        return type(owner).forward(owner, *places, **given)
+
+    def _needs_no_mask(self, owner: Any, places: tuple[Any, ...], given: dict[str, Any]) -> bool:
+        if len(places) > 1 or not given.get("is_causal", getattr(owner.config, "is_causal", True)):
+            return False
+        for name in ("attention_mask", "position_ids", "past_key_values"):
+            if given.get(name) is not None:
+                return False
+        return all(
+            [isinstance(layer.__dict__.get("forward"), DecoderForward) for layer in owner.layers]
+        )
