@@ -492,6 +492,23 @@ def test_fake_tensors_run_no_kernel():
     assert (y.shape, y.dtype, len(launches)) == ((4, 8, 48), torch.float32, 0)
 
 
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("kind", ["none", "current"])
+def test_fake_tensors_have_the_shapes_of_results(name, kind):
+    model, recipe = MODELS[name](), (RECIPES | WITHOUT)[kind]()
+    shape = (16, 1, 32) if name == "TransformerLayer" else (16, 32)
+    x = torch.randn(shape)
+    with (
+        te_fast.dispatch.record() as launches,
+        torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode,
+        region(recipe),
+    ):
+        y = model(mode.from_tensor(x))
+    assert not launches
+    with region(recipe):
+        assert (y.shape, y.dtype) == (model(x).shape, x.dtype)
+
+
 def test_make_fx_sees_an_operator():
     from torch.fx.experimental.proxy_tensor import make_fx
 

@@ -87,6 +87,36 @@ def test_functorch_is_refused_in_fp8_only():
         torch.func.vmap(layer)(x)
 
 
+def test_functorch_gives_the_gradients_of_split_weights():
+    layer = te.Linear(64, 48, parameters_split=("q", "k", "v"), device="cpu")
+    x = torch.randn(8, 64)
+
+    def loss(parameters):
+        return torch.func.functional_call(layer, parameters, (x,)).square().sum()
+
+    grads = torch.func.grad(loss)({n: p.detach() for n, p in layer.named_parameters()})
+    layer(x).square().sum().backward()
+    for name, parameter in layer.named_parameters():
+        torch.testing.assert_close(grads[name], parameter.grad)
+
+
+BLOCKS = {
+    "TransformerLayer": lambda: te.TransformerLayer(64, 128, 4, device="cpu"),
+    "MoE": lambda: te.MoE(64, 128, 4, topk=2, device="cpu"),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_functorch_is_refused_by_blocks(name):
+    block, x = BLOCKS[name](), torch.randn(16, 2, 64)
+
+    def loss(parameters):
+        return torch.func.functional_call(block, parameters, (x,)).square().sum()
+
+    with pytest.raises(te_fast.UnsupportedError, match="torch.func"):
+        torch.func.grad(loss)({n: p.detach() for n, p in block.named_parameters()})
+
+
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
 @pytest.mark.filterwarnings("ignore:Graph break due to unsupported builtin")
 @pytest.mark.parametrize("name", ["delayed", "current"])

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from te_fast.errors import ArgumentError, ShapeError
+from te_fast.errors import ArgumentError, ShapeError, UnsupportedError
 from te_fast.experts.balancing_loss import balancing_loss
 from te_fast.experts.exchange import expert_ranks
 from te_fast.experts.mixture import Mixture
@@ -251,6 +251,9 @@ class MoE(torch.nn.Module):
             if self._choice is None or self._choice[0] != how:
                 self._choice = how, choice_of(self.num_experts, *how, bias)
             return route_tokens(inp, router, bias, self._choice[1])
+        if torch._C._are_functorch_transforms_active():
+            message = "MoE: torch.func transforms (vmap, grad, ...) do not work here; use torch.nn layers inside of them"
+            raise UnsupportedError(message)
         tokens = inp.reshape(-1, self.hidden_size)
         logits = functional.linear(tokens.float(), self.router.float())
         return *fused_topk_with_score_function(logits, *how, bias), logits

@@ -80,6 +80,8 @@ def concatenate(
         raise StateError(message)
     if is_quantized(parts[0]):
         return _Concatenate.apply(layer, True, overwrite, *parts), None
+    if torch._C._are_functorch_transforms_active():  # its tensors have no memory
+        return joined(parts), None
     adjacent = are_adjacent(parts)
     whole: torch.Tensor = _Concatenate.apply(layer, adjacent, overwrite, *parts)
     # Tensors that were made under torch.inference_mode() have no versions.

@@ -292,11 +292,11 @@ class ProgramLayer(TransformerEngineBaseModule):
         """Run the forward of calls that the native fast path does not take; `in_fp8` is `fp8_output` and `fp8_grad`."""
         if is_traced(inp):
             return self._forward_traced(inp, is_first_microbatch)
+        self._refuse_functorch("here; call torch.nn layers inside of them")
         parameters, version = self._used_parameters(is_first_microbatch)
         weight = next(iter(parameters.values()))
         self._check_input(inp, self._FEATURES, getattr(self, self._FEATURES), weight.device)
         self.set_activation_dtype(inp)
-        self._refuse_functorch("here; call torch.nn layers inside of them")
         out = self._forward_on(parameters, version, inp, is_first_microbatch, **in_fp8)
         return self._with_bias(out) if self._returns_bias() else out
 

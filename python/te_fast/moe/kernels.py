@@ -15,6 +15,7 @@ from te_fast.errors import ShapeError, StateError
 from te_fast.moe import operators as compiled
 from te_fast.moe import quantized
 from te_fast.runtime import native
+from te_fast.runtime.compiling import is_watched
 from te_fast.runtime.second_order import refuse_second_order
 from te_fast.tensor.primary import is_quantized
 
@@ -25,7 +26,6 @@ PAD, UNPAD, SORT, UNSORT = range(4)
 #: The public function of each mode, for messages.
 _MOVES = ("Fp8Padding", "Fp8Unpadding", "moe_sort_chunks_by_index", "moe_sort_chunks_by_index")
 
-_is_compiling = torch.compiler.is_compiling
 _is_grad_enabled = torch.is_grad_enabled
 
 
@@ -251,7 +251,7 @@ def permute(
     """Permute into ``rows`` rows; a negative number counts them first."""
     if rows < 0:
         return permute_exact(inp, probs, routing_map, align)
-    if _is_compiling():
+    if is_watched(inp):
         return compiled.permute(inp, probs, routing_map, rows, align, index)
     dropped = _dropped_so_far(inp) if _config.DEBUG else 0
     if _wants_grad(inp, probs):
@@ -277,7 +277,7 @@ def permute_exact(
     Under ``torch.compile`` the number comes from `counts`, by default the counts of the routing map, and
     ``pad_offsets`` is never None.
     """
-    if _is_compiling():
+    if is_watched(inp):
         if counts is None:
             counts = (routing_map != 0).sum(0)
         if align > 0:
@@ -306,7 +306,7 @@ def permute_cast(
     cast: tuple[bool, torch.Tensor | None, torch.Tensor | None, float, bool],
 ) -> Any:
     """Permute into FP8 rows."""
-    if _is_compiling():
+    if is_watched(inp):
         return compiled.permute_cast(inp, probs, routing_map, rows, align, cast)
     dropped = _dropped_so_far(inp) if _config.DEBUG else 0
     result = native.moe_permute_cast(inp, routing_map, probs, rows, align, cast)
@@ -326,7 +326,7 @@ def unpermute(
     """Merge rows back; ``top_k`` is 0 for a mask map."""
     if is_quantized(inp):
         inp = inp.dequantize()
-    if _is_compiling():
+    if is_watched(inp):
         return compiled.unpermute(inp, row_id_map, probs, pad_offsets, tokens, top_k)
     if _wants_grad(inp, probs):
         out: torch.Tensor = _unpermute_apply(inp, probs, row_id_map, pad_offsets, tokens, top_k)
@@ -348,7 +348,7 @@ def move_rows(
     if rows < 0:
         msg = f"{_MOVES[mode]}: num_out_tokens must not be negative, got {rows}"
         raise ShapeError(msg)
-    if _is_compiling():
+    if is_watched(inp):
         return compiled.move(inp, probs, splits, index, mode, align, rows)
     if _wants_grad(inp, probs):
         return _move_apply(inp, probs, splits, index, mode, align, rows)
@@ -374,11 +374,11 @@ def move_by_list(
 
     Without `rows` the list gives the number.
     """
-    compiling = _is_compiling()
-    if rows is None and not compiling and not _wants_grad(inp, None) and not is_quantized(inp):
+    traced = is_watched(inp)
+    if rows is None and not traced and not _wants_grad(inp, None) and not is_quantized(inp):
         out, padded = native.moe_pad_list(inp, splits, mode, align)
         return out, padded
-    split = _padded_splits if compiling else native.moe_padded_splits
+    split = _padded_splits if traced else native.moe_padded_splits
     needed, padded = split(splits, mode, align, inp.size(0))
     if rows is None:
         if needed is None:

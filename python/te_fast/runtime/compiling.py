@@ -38,6 +38,13 @@ def is_traced(x: Any) -> bool:
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
+def is_watched(x: Any) -> bool:
+    """Tell whether a call must be an operator, as :func:`is_traced`, but faster for plain tensors, and before torch 2.8."""
+    return is_compiling() or (
+        (type(x) not in _PLAIN or torch._C._len_torch_dispatch_stack() != 0) and is_traced(x)
+    )
+
+
 def is_unseen(*tensors: torch.Tensor) -> bool:
     """Tell whether only autograd observes computations with the tensors: no compiler, no mode, no subclass."""
     return not (
