@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     args = parser.parse_args()
     warnings.simplefilter("ignore")
-    results: dict[str, object] = {"model": source()}
+    results: dict[str, object] = {}
     columns = ("way", "step, ms", "over BF16", "host, ms", "peak, GiB", "over BF16", "loss")
     for shape in args.shapes:
         rows: list[tuple[str, ...]] = []
@@ -100,7 +100,7 @@ def main() -> None:
         for way in ways(args.recipes):
             found = measure(way, shape, args.steps, args.device)
             first = first or found
-            results[f"{shown}, {way.name}"] = asdict(found)
+            results[f"{source()}, {shown}: {way.name}"] = asdict(found)
             memory = f"{found.peak / first.peak:.2f}" if first.peak else "-"
             step = (f"{found.step:.2f}", f"{found.step / first.step:.2f}")
             end = (f"{found.peak:.2f}", memory, f"{found.loss:.4f}")

@@ -252,7 +252,7 @@ class MoE(torch.nn.Module):
                 self._choice = how, choice_of(self.num_experts, *how, bias)
             return route_tokens(inp, router, bias, self._choice[1])
         if torch._C._are_functorch_transforms_active():
-            message = "MoE: torch.func transforms (vmap, grad, ...) do not work here; use torch.nn layers inside of them"
+            message = "MoE: torch.func transforms (vmap, grad, ...) do not work here; use torch.nn layers in them"
             raise UnsupportedError(message)
         tokens = inp.reshape(-1, self.hidden_size)
         logits = functional.linear(tokens.float(), self.router.float())

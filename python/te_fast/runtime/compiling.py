@@ -39,7 +39,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def is_watched(x: Any) -> bool:
-    """Tell whether a call must be an operator, as :func:`is_traced`, but faster for plain tensors, and before torch 2.8."""
+    """Tell whether a call is traced, as :func:`is_traced`: faster for plain tensors, and before torch 2.8, too."""
     return is_compiling() or (
         (type(x) not in _PLAIN or torch._C._len_torch_dispatch_stack() != 0) and is_traced(x)
     )
