@@ -102,6 +102,31 @@ def test_one_graph_serves_all_row_counts_from_the_first_on(name, kind):
     assert counters()["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.parametrize("is_amp", [False, True])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    quickly(list(product(MODELS, RECIPES | WITHOUT)), ("MoE", "current"), ("Sequential", "none")),
+)
+def test_16_bit_models_train_as_in_eager(name, kind, is_amp):
+    recipe, dtype = (RECIPES | WITHOUT)[kind](), torch.float32 if is_amp else torch.bfloat16
+    model = MODELS[name]().to(dtype)
+    if name == "MoE":
+        model = te.MoE(32, 64, 4, topk=2, device="cpu", dtype=dtype)
+    other = copy.deepcopy(model)
+    x = torch.randn((16, 1, 32) if name == "TransformerLayer" else (16, 32), dtype=dtype)
+    results = []
+    for function in (model, compiled(lambda x: other(x))):
+        given = x.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_amp), region(recipe):
+            y = function(given)
+        y.float().square().sum().backward()
+        results.append((y, given.grad))
+    for one, two in zip(*results, strict=True):
+        torch.testing.assert_close(one, two, rtol=2e-2, atol=2e-2)
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=2e-2, atol=2e-2)
+
+
 @pytest.mark.parametrize(
     ("name", "kind"),
     quickly(list(product(["LayerNormMLP", "Linear"], RECIPES)), ("LayerNormMLP", "delayed")),

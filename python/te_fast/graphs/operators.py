@@ -250,9 +250,10 @@ class _Program(torch.autograd.Function):
         ):
             if place is not None:
                 made.append(dys[0].new_empty(shape, dtype=dtype))
-        for place, cols in zip(facts.grad_extras, facts.extra_widths, strict=True):
+        kinds = zip(facts.grad_extras, facts.extra_widths, facts.extra_dtypes, strict=True)
+        for place, cols, dtype in kinds:
             if place == ("new", 0):
-                made.append(dys[0].new_empty((rows, cols)))
+                made.append(dys[0].new_empty((rows, cols), dtype=dtype))
         # The tensors that a deferred gradient leaves to backward_dw() are not in the graph; the handle stands for them.
         written = [*made, *kept[read:], *([handle] if facts.deferred else [])]
         torch.ops.te_fast.program_backward([*dys, *kept[:read]], written, handle, facts.number)

@@ -58,8 +58,9 @@ class Facts(NamedTuple):
     #: Shapes of the parameters, and types of their gradients.
     param_shapes: tuple[tuple[int, ...], ...]
     grad_dtypes: tuple[torch.dtype, ...]
-    #: Columns of the extra inputs.
+    #: Columns and types of the extra inputs.
     extra_widths: tuple[int, ...]
+    extra_dtypes: tuple[torch.dtype, ...]
     #: Parameters whose gradients go into ``main_grad``, and those whose gradients wait for ``backward_dw``.
     fused: tuple[int, ...]
     deferred: tuple[int, ...]
@@ -99,6 +100,7 @@ class Facts(NamedTuple):
             param_shapes=tuple(call.param_shapes),
             grad_dtypes=tuple(call.grad_dtypes),
             extra_widths=tuple(call.extra_widths),
+            extra_dtypes=tuple(call.extra_dtypes),
             fused=tuple(call.fused),
             deferred=tuple(call.deferred),
             fused_later=tuple(call.fused_later),

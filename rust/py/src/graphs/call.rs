@@ -191,6 +191,13 @@ impl TracedCall {
         self.key.extras.iter().map(|&(_, grad)| grad).collect()
     }
 
+    /// torch's types of the extra inputs, and of their gradients.
+    #[getter]
+    fn extra_dtypes<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyAny>>> {
+        let state = state(py)?;
+        Ok(self.key.extras.iter().map(|&(dtype, _)| state.torch.dtype(py, dtype).clone()).collect())
+    }
+
     /// Columns of the extra inputs.
     #[getter]
     fn extra_widths(&self) -> Vec<usize> {
