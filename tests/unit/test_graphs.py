@@ -461,6 +461,7 @@ CHAINS = {
     ],
     "Quantize": lambda: [te.ops.Quantize(), te.ops.Linear(32, 32, device="cpu")],
     "SwiGLU": lambda: [te.ops.SwiGLU()],
+    "L2Normalization": lambda: [te.ops.Linear(32, 32, device="cpu"), te.ops.L2Normalization()],
 }
 
 
@@ -475,6 +476,25 @@ CHAINS = {
 )
 def test_chains(name, kind):
     assert_trains_alike(te.ops.Sequential(*CHAINS[name]()), RECIPES[kind](), inside)
+
+
+@pytest.mark.parametrize("kind", [None, "current"])
+def test_dropout_in_a_chain(kind):
+    chain = te.ops.Sequential(te.ops.Linear(32, 32, device="cpu"), te.ops.Dropout(0.5))
+    x = torch.randn(64, 32, requires_grad=True)
+    with region(None if kind is None else RECIPES[kind]()):
+        y = compiled(chain)(x)
+    assert 0.3 < (y == 0).float().mean() < 0.7
+    y.sum().backward()
+    assert x.grad.abs().sum() > 0
+
+
+def test_a_quantised_result_is_refused_in_fp8_alone():
+    chain = te.ops.Sequential(te.ops.GELU(), te.ops.Quantize())
+    x = torch.randn(16, 32)
+    torch.testing.assert_close(compiled(chain)(x), chain(x))
+    with te.autocast(recipe=Float8CurrentScaling()):
+        assert "put Quantize beside a linear operation" in refusal_of(chain, x)
 
 
 def test_extra_tensors_of_a_chain():

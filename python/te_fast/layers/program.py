@@ -469,8 +469,8 @@ class ProgramLayer(TransformerEngineBaseModule):
                     self._check_types(inp)
         if self.fuse_wgrad_accumulation and not self._is_whole():
             message = (
-                f"{self.name}: fuse_wgrad_accumulation with parameters_split cannot be traced; make the layer "
-                "without one of the two"
+                f"{self.name}: fuse_wgrad_accumulation with a weight in parts cannot be traced; make the layer without "
+                "fuse_wgrad_accumulation, or with one weight (no parameters_split, single_grouped_weight=True)"
             )
             raise UnsupportedError(message)
         if self._exchange:

@@ -163,21 +163,31 @@ def _run_in_python(
         shared: torch.Tensor = getattr(step.ranks, op._collective)(x)
         return shared
     given = {} if kwargs is None else kwargs[index]
-    y: torch.Tensor = _PythonOperation.apply(
-        op, plan.beside[index], given, x, *_parameters(plan, index)
-    )
+    tensors_of_op = [x, *_parameters(plan, index)]
+    wanted = torch.is_grad_enabled() and any([tensor.requires_grad for tensor in tensors_of_op])
+    y: torch.Tensor = _PythonOperation.apply(op, plan.beside[index], given, wanted, *tensors_of_op)
     return y
 
 
 class _PythonOperation(torch.autograd.Function):
-    """Arguments: operation, quantisation beside it, keywords, input, parameters. The node is the op's context."""
+    """Arguments: operation, quantisation beside it, keywords, whether a gradient is wanted, input, parameters.
+
+    The node is the operation's context.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, op: Any, beside: Any, kwargs: dict[str, Any], x: torch.Tensor, *_: torch.Tensor
+        ctx: Any,
+        op: Any,
+        beside: Any,
+        kwargs: dict[str, Any],
+        wanted: bool,
+        x: torch.Tensor,
+        *_: torch.Tensor,
     ) -> torch.Tensor:
         ctx.beside = beside
         ctx.op = op
+        ctx.requires_grad = wanted
         y: torch.Tensor = op.op_forward(
             ctx, x, prev_op_grad_output_quantizer=None, next_op_input_quantizer=None, **kwargs
         )
@@ -188,4 +198,4 @@ class _PythonOperation(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
         dx, grads = ctx.op.op_backward(ctx, dy)
-        return (None, None, None, dx, *grads)
+        return (None, None, None, None, dx, *grads)

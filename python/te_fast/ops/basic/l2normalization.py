@@ -53,13 +53,13 @@ class L2Normalization(BasicOperation):
     def op_backward(
         self, ctx: OperationContext, grad_output: torch.Tensor
     ) -> tuple[torch.Tensor, tuple[()]]:
-        """Differentiate the formula at the kept input."""
+        """Return ``r g - x r³ (x · g)`` for ``y = r x`` at the kept input, where ``r² = 1 / (x · x + eps)``."""
         (x,) = ctx.saved_tensors or ()
         assert x is not None
-        with torch.enable_grad():
-            wide = x.detach().float().requires_grad_()
-            (dx,) = torch.autograd.grad(self._formula(wide), wide, grad_output.float())
-        return dx.to(x.dtype), ()
+        wide, grad = x.float(), grad_output.float()
+        r = torch.rsqrt(wide.square().sum(-1, keepdim=True) + self.eps)
+        along = (wide * grad).sum(-1, keepdim=True)
+        return (r * grad - wide * (r.pow(3) * along)).to(x.dtype), ()
 
     def extra_repr(self) -> str:
         """Epsilon."""

@@ -6,9 +6,11 @@ from typing import Any, Literal
 
 import torch
 
+from te_fast.errors import UnsupportedError
 from te_fast.ops.op import ALONE, BasicOperation, Beside, OperationContext
 from te_fast.recipe import Recipe
 from te_fast.runtime import scale_tape
+from te_fast.runtime.compiling import is_in_graph
 from te_fast.runtime.global_state import FP8GlobalStateManager
 from te_fast.tensor.of_recipe import quantizer_of
 from te_fast.tensor.primary import is_quantized
@@ -75,6 +77,8 @@ class Quantize(BasicOperation):
 
     def op_forward(self, ctx: OperationContext, input_: torch.Tensor, **_: Any) -> torch.Tensor:
         """Quantise if `forward` is set."""
+        if is_in_graph():
+            return self._traced(ctx, input_)
         enabled = FP8GlobalStateManager.is_fp8_enabled()
         recipe = FP8GlobalStateManager.get_fp8_recipe() if enabled else None
         forward, backward = self._wanted(ctx.beside)
@@ -86,6 +90,25 @@ class Quantize(BasicOperation):
         self.reset_recipe_state(recipe=recipe)
         self._take_part()
         return self._quantized(input_, recipe, "forward") if forward else input_
+
+    def _traced(self, ctx: OperationContext, x: torch.Tensor) -> torch.Tensor:
+        """Return the input of a call that quantises nothing.
+
+        Raises
+        ------
+        UnsupportedError
+            If the call would quantise.
+        """
+        from te_fast.graphs.region import key_of_region
+
+        ctx.recipe = None  # type: ignore[attr-defined]
+        if key_of_region()[0] and any(self._wanted(ctx.beside)):
+            message = (
+                "Quantize: a graph passes quantised tensors only from operation to operation of one chain; put "
+                "Quantize beside a linear operation, or quantise outside of compiled functions"
+            )
+            raise UnsupportedError(message)
+        return x
 
     def op_backward(
         self, ctx: OperationContext, grad_output: torch.Tensor
