@@ -137,8 +137,9 @@ def test_a_block_trains_as_eager_does(name, how, kind):
             given = x.clone().requires_grad_()
             y = function(model, given)
             y.float().square().mean().backward()
-            grads = [p.grad.clone() for p in model.parameters()]
-            results.append([y.detach().clone(), given.grad.clone(), *grads])
+            # Together: the gradient of the keys' bias is nothing but rounding.
+            grads = torch.cat([p.grad.flatten() for p in model.parameters()])
+            results.append([y.detach().clone(), given.grad.clone(), grads])
             model.zero_grad()
         for one, two in zip(*results, strict=True):
             error = (one.double() - two.double()).norm() / one.double().norm().clamp_min(1e-12)

@@ -81,10 +81,16 @@ MODELS = LAYERS | {
     ("name", "kind"),
     quickly(list(product(MODELS, RECIPES | WITHOUT)), ("TransformerLayer", "delayed")),
 )
-def test_one_graph_serves_all_row_counts_from_the_first_on(name, kind):
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_one_graph_serves_all_row_counts_from_the_first_on(name, kind, is_inside):
     model, recipe = MODELS[name](), (RECIPES | WITHOUT)[kind]()
     other = copy.deepcopy(model)
-    run = compiled(lambda x: other(x), dynamic=True)
+
+    def within(x):
+        with te.autocast(enabled=recipe is not None, recipe=recipe):
+            return other(x)
+
+    run = compiled(within if is_inside else lambda x: other(x), dynamic=True)
     shape = (1, 32) if name == "TransformerLayer" else (32,)
     for rows in (24, 40, 56):  # sizes that nothing else has: torch takes equal sizes for one
         x = torch.randn(rows, *shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import warnings
 from dataclasses import dataclass, fields
 from enum import Enum
@@ -211,8 +212,8 @@ class Recipe:
     def _number_in_graphs(self) -> int:
         """Return the number of the content, which becomes a guard of a graph under trace."""
         self._describe_to_dispatcher()
-        number: int = self._native.number
-        return number
+        # A number, also in a trace with dynamic=True, which would leave it open.
+        return operator.index(self._native.number)
 
     def _describe_to_dispatcher(self) -> None:
         """Describe the recipe to the dispatcher for regions in graphs; another module replaces this method."""
