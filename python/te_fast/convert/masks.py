@@ -64,7 +64,7 @@ def makes_masks(model: Any) -> bool:
 class CausalForward(Forward):
     """A model of Transformers, all of whose decoder layers are converted."""
 
-    what = "model without causal masks in compiled code"
+    what = "causal mask"
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._owner = weakref.ref(model)
