@@ -500,7 +500,8 @@ def test_a_quantised_result_is_refused_in_fp8_alone():
     x = torch.randn(16, 32)
     torch.testing.assert_close(compiled(chain)(x), chain(x))
     with te.autocast(recipe=Float8CurrentScaling()):
-        assert "put Quantize beside a linear operation" in refusal_of(chain, x)
+        # Torch 2.8 tells the class of an exception that traced code raises, and not its message.
+        assert "UnsupportedError" in refusal_of(chain, x)
 
 
 def test_extra_tensors_of_a_chain():
