@@ -90,10 +90,15 @@ def test_a_step_is_the_models_own(kind, options):
 @pytest.mark.parametrize(
     ("kind", "options", "has_mask"),
     [
-        ("llama", {}, False),
         ("llama", {"use_cache": False}, False),
-        ("llama", {"position_ids": torch.arange(16)[None], "use_cache": False}, True),
-        ("llama", {"attention_mask": PADDED}, True),
+        pytest.param("llama", {}, False, marks=pytest.mark.slow),
+        pytest.param(
+            "llama",
+            {"position_ids": torch.arange(16)[None], "use_cache": False},
+            True,
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("llama", {"attention_mask": PADDED}, True, marks=pytest.mark.slow),
         pytest.param("qwen3", {}, False, marks=pytest.mark.slow),
         pytest.param("mistral", {}, False, marks=pytest.mark.slow),
         pytest.param("sliding window", {}, True, marks=pytest.mark.slow),
@@ -123,6 +128,7 @@ def test_compiled_calls_of_another_length_are_right():
 
 
 @compiles
+@pytest.mark.slow
 def test_an_exported_graph_keeps_the_mask(seen):
     model = made().eval()
     te_fast.convert(model)
@@ -202,7 +208,9 @@ def test_models_that_need_their_masks_make_them(kind, change):
     compare(step(model), wanted)
 
 
-@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=compiles)])
+@pytest.mark.parametrize(
+    "is_compiled", [False, pytest.param(True, marks=[compiles, pytest.mark.slow])]
+)
 def test_attention_of_both_sides(is_compiled):
     model = made()
     causal = step(model)

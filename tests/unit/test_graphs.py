@@ -84,7 +84,6 @@ MODELS = LAYERS | {
             *product(MODELS, ["none", "delayed"], [False]),
             *product(["Linear", "MoE"], RECIPES, [True]),
         ],
-        ("TransformerLayer", "delayed", False),
         ("Linear", "current", True),
     ),
 )
