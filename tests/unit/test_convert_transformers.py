@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import pickle
 
 import pytest
 import torch
@@ -177,6 +178,7 @@ def test_undone_saved_and_copied(tmp_path):
     with torch.no_grad():
         model.model.embed_tokens.weight.mul_(2)
     compare(step(other), wanted)
+    compare(step(pickle.loads(pickle.dumps(other))), wanted)
     other.save_pretrained(tmp_path)
     compare(step(transformers.AutoModelForCausalLM.from_pretrained(tmp_path)), wanted)
     assert te_fast.convert.undo(other) > 0

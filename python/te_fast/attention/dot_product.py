@@ -499,9 +499,8 @@ class DotProductAttention(TransformerEngineBaseModule):
             If the bound is negative or not finite.
         """
         cap = self.softcap if softcap is None else softcap
-        if (
-            not 0.0 <= cap < math.inf
-        ):  # in a trace with dynamic=True, not a float that functions of math take
+        # Comparisons, since functions of math refuse the numbers of a trace with dynamic=True.
+        if not 0.0 <= cap < math.inf:
             message = f"{self.name}: softcap must be finite and not negative, got {cap!r}"
             raise ShapeError(message)
         return cap

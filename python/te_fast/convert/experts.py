@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from te_fast.convert.forwards import Forward, SequentialForward, Tied
+from te_fast.convert.forwards import OwnedForward, Tied
 from te_fast.convert.known import (
     agrees,
     gated_activation,
@@ -100,7 +100,7 @@ def try_experts(found: Experts, name: str, forward: Callable[..., torch.Tensor])
     refuse_random(found.module, name, lambda: type(found.module).forward(found.module, *given))
 
 
-class ExpertsForward(Forward):
+class ExpertsForward(OwnedForward):
     """Experts as Mixtral's: two products of all of them, an activation, and the weighted sum, as one program.
 
     Other calls run the module's own forward.
@@ -130,9 +130,6 @@ class ExpertsForward(Forward):
         self._count, self._mixture = found.number, Mixture(name)
         products = zip(_STACKS, (first, last), strict=True)
         self._tied = {stack: Tied(op, [("weight", found.module, stack)]) for stack, op in products}
-
-    __getstate__ = SequentialForward.__getstate__
-    __setstate__ = SequentialForward.__setstate__
 
     def layers(self) -> dict[str, Tied]:
         """Return the products by the names of their weights."""

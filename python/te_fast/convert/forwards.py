@@ -102,6 +102,20 @@ class Forward:
         raise NotImplementedError
 
 
+class OwnedForward(Forward):
+    """A forward that refers to its module, and in a copy to the copied module."""
+
+    _owner: weakref.ref[Any]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Store the module itself, since weak references are not copied."""
+        return self.__dict__ | {"_owner": self._owner()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Refer to the copy's own module."""
+        self.__dict__.update(state | {"_owner": weakref.ref(state["_owner"])})
+
+
 class LinearForward(Forward):
     """A ``torch.nn.Linear`` by :class:`te_fast.pytorch.Linear`."""
 
@@ -157,7 +171,7 @@ def _are_same(watched: Sequence[Watched]) -> bool:
     return True
 
 
-class SequentialForward(Forward):
+class SequentialForward(OwnedForward):
     """A ``torch.nn.Sequential``, with norms and the linear layers behind them as one.
 
     Parameters
@@ -182,14 +196,6 @@ class SequentialForward(Forward):
     def layers(self) -> dict[str, Tied]:
         """Return the fused layers by the names of their norms."""
         return {self._known[place][0]: tied for place, (tied, _) in self.fused.items()}
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Store the module itself, since weak references are not copied."""
-        return self.__dict__ | {"_owner": self._owner()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Refer to the copy's own module."""
-        self.__dict__.update(state | {"_owner": weakref.ref(state["_owner"])})
 
     def __call__(self, input: torch.Tensor) -> Any:
         """Run the modules, one by one if a module was replaced since the conversion."""
@@ -244,7 +250,7 @@ def _attention_parts(found: Attention, norm: Norm, first: torch.nn.Module, name:
     return Tied(qkv, ties), core, Tied(last, _tied("", out))
 
 
-class DecoderForward(Forward):
+class DecoderForward(OwnedForward):
     """A decoder layer like Llama's: norm and projections, attention, projection, norm and feed-forward block.
 
     Other calls run the layer's own forward: calls with key-value caches, lengths of packed sequences, or weights to
@@ -281,10 +287,8 @@ class DecoderForward(Forward):
         self._watched.append((layer, own))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Store the layer itself, and leave the native program out; the copy makes its own."""
-        return self.__dict__ | {"_owner": self._owner(), "_tail": None}
-
-    __setstate__ = SequentialForward.__setstate__
+        """Leave the native program out; the copy makes its own."""
+        return super().__getstate__() | {"_tail": None}
 
     def packed(self) -> list[list[torch.nn.Parameter]]:
         """Return weights and biases of queries, keys and values, and of both halves of the feed-forward block."""
@@ -332,9 +336,8 @@ class DecoderForward(Forward):
         """Run te_fast's layers, or the layer's own forward if te_fast's layers do not support the call."""
         owner: Any = self._owner()
         mask = given.get("attention_mask")
-        if (
-            isinstance(mask, torch.Tensor) and mask.numel() == 0
-        ):  # attention hides later tokens by itself
+        # CausalForward passes an empty mask where attention hides later tokens by itself.
+        if isinstance(mask, torch.Tensor) and mask.numel() == 0:
             given["attention_mask"] = None
         if not self._is_for(given, places):
             return type(owner).forward(owner, hidden_states, *places, **given)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.compiler import is_compiling
 
-from te_fast.convert.forwards import DecoderForward, Forward
+from te_fast.convert.forwards import DecoderForward, OwnedForward
 from te_fast.runtime.compiling import is_exporting
 
 
@@ -61,7 +61,7 @@ def makes_masks(model: Any) -> bool:
     return is_plain and isinstance(getattr(model, "layers", None), torch.nn.ModuleList)
 
 
-class CausalForward(Forward):
+class CausalForward(OwnedForward):
     """A model of Transformers, all of whose decoder layers are converted."""
 
     what = "causal mask"
@@ -69,14 +69,6 @@ class CausalForward(Forward):
     def __init__(self, model: torch.nn.Module) -> None:
         self._owner = weakref.ref(model)
         self.__signature__ = inspect.signature(model.forward)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Store the model itself, since weak references are not copied."""
-        return self.__dict__ | {"_owner": self._owner()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Refer to the copy's own model."""
-        self.__dict__.update(state | {"_owner": weakref.ref(state["_owner"])})
 
     def layers(self) -> dict[str, Any]:
         """Return nothing: the layers are the decoder layers' own."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from te_fast.runtime import native
-from te_fast.runtime.compiling import is_traced
+from te_fast.runtime.compiling import is_watched
 from te_fast.runtime.library import register
 from te_fast.runtime.second_order import refuse_second_order
 
@@ -54,15 +54,10 @@ def takes(logits: torch.Tensor) -> bool:
     """Tell whether kernels take the logits: plain tensors, with at most as many experts as a warp holds."""
     if not 0 < logits.shape[-1] <= MOST_EXPERTS:
         return False
-    if _is_traced(logits):
+    if is_watched(logits):
         return True
     is_plain = type(logits) in (torch.Tensor, torch.nn.Parameter)
     return is_plain and not torch._C._are_functorch_transforms_active()
-
-
-def _is_traced(logits: torch.Tensor) -> bool:
-    """Tell whether tracers see operators; tracers of every supported release do."""
-    return torch.compiler.is_compiling() or is_traced(logits)
 
 
 def _backward(
@@ -130,7 +125,7 @@ def route(
         ``(..., experts)``, and the map.
     """
     bias = None if bias is None else bias.detach().float()
-    if _is_traced(logits):
+    if is_watched(logits):
         counts = [choice.topk, choice.num_groups, choice.group_topk]
         how = choice.score_function, choice.over, choice.factor
         wanted = [in_bits, indices is not None]
