@@ -101,6 +101,29 @@ HOW = {
     "inductor": {},
     "replayed": {"mode": "reduce-overhead"},
 }
+
+
+def test_replayed_graphs_use_scales_that_moved():
+    eager = MODELS["LayerNormMLP"]()
+    graphed, recipe = copy.deepcopy(eager), RECIPES["delayed"]()
+    run = torch.compile(inside, fullgraph=True, mode="reduce-overhead")
+    for step in range(8):
+        x = torch.randn(64, 256, **OPTIONS)
+        results = []
+        for function, model in ((inside, eager), (run, graphed)):
+            torch.compiler.cudagraph_mark_step_begin()
+            y = function(model, x, recipe, None)
+            y.float().square().sum().backward()
+            grads = [parameter.grad.clone() for parameter in model.parameters()]
+            results.append([y.clone(), *grads, *(state.clone() for state in states_of(model))])
+            model.zero_grad()
+            for key in ("scaling_fwd", "scaling_bwd") if step == 4 else ():
+                state = model.fp8_meta[key]
+                state.scale, state.amax_history = state.scale / 4, state.amax_history * 4
+        for one, other in zip(*results, strict=True):
+            assert torch.equal(one, other), step
+
+
 BLOCKS = {
     "MoE": lambda: te.MoE(256, 512, 4, topk=2, **OPTIONS),
     "TransformerLayer": lambda: te.TransformerLayer(

@@ -442,6 +442,65 @@ def test_scales_that_were_loaded_are_those_of_the_graph():
     assert torch.equal(run(layer, x, recipe, None), inside(other, x, recipe, None))
 
 
+def test_scales_that_moved_are_those_of_the_graph():
+    recipe = DelayedScaling(amax_history_len=4)
+    eager = te.Linear(32, 32, device="cpu")
+    graphed, run = copy.deepcopy(eager), compiled(inside)
+    handles = []
+    for step in range(4):
+        x, results = torch.randn(16, 32), []
+        for model, function in ((eager, inside), (graphed, run)):
+            y = function(model, x, recipe, None)
+            y.square().sum().backward()
+            results.append([y, model.weight.grad, *states_of(model)])
+            for key in ("scaling_fwd", "scaling_bwd") if step == 1 else ():
+                state = model.fp8_meta[key]
+                state.scale, state.amax_history = state.scale * 2, state.amax_history / 2
+        handles.append(graphed._traced.handle)
+        for one, other in zip(*results, strict=True):
+            assert torch.equal(one, other)
+    # A recorded CUDA graph is recorded again if the handle is another tensor.
+    assert handles[0] is not handles[1]
+    assert handles[1] is handles[2]
+    assert counters()["stats"]["unique_graphs"] == 1
+
+
+def test_a_layer_in_two_regions_of_a_graph_has_in_the_second_the_scales_of_the_first():
+    recipe = DelayedScaling(amax_history_len=2, amax_compute_algo="most_recent")
+
+    def forward(model, x, recipe, _):
+        with te.autocast(recipe=recipe):
+            x = 100 * model(x)
+        with te.autocast(recipe=recipe):
+            return model(x)
+
+    eager = te.Linear(32, 32, device="cpu")
+    graphed, run = copy.deepcopy(eager), compiled(forward)
+    for _ in range(3):
+        x, results = torch.randn(16, 32), []
+        for model, function in ((eager, forward), (graphed, run)):
+            y = function(model, x, recipe, None)
+            y.square().sum().backward()
+            results.append([y, *states_of(model)])
+        for one, other in zip(*results, strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("how", ["layer", "around", "within"])
+def test_a_recomputation_in_a_region_of_a_graph_is_refused_by_name(how):
+    layer, x = te.LayerNormMLP(32, 64, device="cpu", checkpoint=how == "layer"), torch.randn(16, 32)
+    recipe = DelayedScaling()
+
+    def body(x):
+        with te.autocast(recipe=recipe):
+            return layer(x) if how != "around" else te.checkpoint(layer, x)
+
+    function = (lambda x: te.checkpoint(body, x)) if how == "within" else body
+    message = refusal_of(function, x)
+    # Torch 2.8 tells the class of an exception that traced code raises, and not its message.
+    assert "enter the region around the call" in message or "UnsupportedError" in message
+
+
 class Cosine(te.ops.BasicOperation):
     """An operation of a user's own."""
 

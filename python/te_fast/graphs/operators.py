@@ -2,8 +2,11 @@
 
 A program is one operator, its backward another. Both read the tensors of one list, write to those of another, and
 return nothing. The graph allocates the tensors that they write to (results, tensors for backward, quantised weights),
-so that a compiler plans their memory. State is also kept in tensors of the graph: maxima of delayed scaling, kept
-quantised weights, ``main_grad``.
+so that a compiler plans their memory. Kept quantised weights and ``main_grad`` are tensors of the graph, too.
+
+Scales and histories of delayed scaling are not: a graph's handle stands for its program and the program's scales. Each
+forward under delayed scaling, and each update of its scales, writes the graph's order tensor (nothing is really
+written), so that a compiler keeps them all, in their order.
 
 Everything else about a call is one native object, the ``TracedCall`` that was made when the call was traced. Graphs
 refer to it by a number, which is computed from its content. Tensors of operators are two-dimensional, rows of columns.
@@ -20,7 +23,7 @@ from torch.nn import functional
 
 from te_fast import errors
 from te_fast.errors import ShapeError, UnsupportedError
-from te_fast.graphs.region import entered, key_of_region, recipe_of
+from te_fast.graphs.region import entered, key_of_region, order, recipe_of
 from te_fast.graphs.traced import Described, Facts, Kind, Place, Traced, calls, facts_of
 from te_fast.runtime import native
 from te_fast.runtime.capturing import update_scales_behind_backward
@@ -68,8 +71,8 @@ def _backward_otherwise(
     facts, rows = calls[call.text], reads[0].shape[0]
     kinds = _new_grads(facts)
     if rows == 0:
-        overwritten = writes[len(writes) - len(facts.fused) :] if call.overwrites_main_grad else []
-        for result in [*writes[: len(kinds)], *overwritten]:
+        end = len(kinds) + (len(facts.fused) if call.overwrites_main_grad else 0)
+        for result in writes[:end]:
             result.zero_()
         native.traced_defer_nothing(handle, facts.number)
         return
@@ -153,7 +156,7 @@ _forward.__class__ = _Forward
 _backward.__class__ = _Backward
 
 
-def _update(histories: list[torch.Tensor], scales: list[torch.Tensor], number: int) -> None:
+def _update(programs: list[torch.Tensor], _: torch.Tensor, number: int) -> None:
     recipe: Any = recipe_of(number)
     if (
         torch.distributed.is_available()
@@ -166,15 +169,16 @@ def _update(histories: list[torch.Tensor], scales: list[torch.Tensor], number: i
             "region around the compiled function"
         )
         raise UnsupportedError(message)
-    native.traced_update_scales(histories, scales, native_recipe(recipe))
+    native.traced_update_scales(programs, native_recipe(recipe))
 
 
-register(
-    "update_scales(Tensor(a!)[] histories, Tensor(b!)[] scales, int recipe) -> ()",
-    _update,
-    _nothing,
-)
-register("keep_scale(Tensor scale) -> Tensor", torch.clone, torch.empty_like)
+def _keep_scale(scale: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    """Copy a scale behind the update that wrote the order tensor last."""
+    return scale.clone()
+
+
+register("update_scales(Tensor[] programs, Tensor(a!) order, int recipe) -> ()", _update, _nothing)
+register("keep_scale(Tensor scale, Tensor order) -> Tensor", _keep_scale, _keep_scale)
 
 
 # Autograd -------------------------------------------------------------------------------------------
@@ -183,8 +187,8 @@ register("keep_scale(Tensor scale) -> Tensor", torch.clone, torch.empty_like)
 class _Program(torch.autograd.Function):
     """Arguments: handle, text of the call, numbers of tensors of each kind, dummy gradients, then the tensors.
 
-    Kinds are the input, extra inputs, parameters, histories and scales of forward, those of backward, memory of kept
-    weights, and ``main_grad``.
+    Kinds are the input, extra inputs, parameters, kept scales, the order tensor, memory of kept weights, and
+    ``main_grad``.
     """
 
     @staticmethod
@@ -192,8 +196,7 @@ class _Program(torch.autograd.Function):
         # If the first four had names, dynamo would take a call with two tensors for one without a context.
         handle, text, counts, dummies = given[:4]
         facts = facts_of(text)
-        (x,), extras, params, histories, scales, *rest = _split(given[4:], counts)
-        back_histories, back_scales, kept, main_grads = rest
+        (x,), extras, params, scales, ordered, kept, main_grads = _split(given[4:], counts)
         rows = x.shape[0]
         made = [
             x.new_empty((rows, cols))
@@ -207,7 +210,7 @@ class _Program(torch.autograd.Function):
         memory = kept or [x.new_empty((size,), dtype=torch.uint8) for size in facts.memory]
         torch.ops.te_fast.program_forward(
             [x, *extras, *params, *scales],
-            [*made, *saved, *memory, *histories],
+            [*made, *saved, *memory, *ordered],
             handle,
             facts.number,
         )
@@ -218,17 +221,8 @@ class _Program(torch.autograd.Function):
             tensors_of["memory"] = memory
             reads = [tensors_of[kind][index] for kind, index in facts.reads]
             weights = [tensors_of[kind][index] for kind, index in facts.weights_of_backward]
-            read = len(saved) + len(reads) + len(weights) + len(back_scales)
-            ctx.call = (text, dummies, counts, read)
-            ctx.save_for_backward(
-                handle,
-                *saved,
-                *reads,
-                *weights,
-                *back_scales,
-                *back_histories,
-                *main_grads,
-            )
+            ctx.call = (text, dummies, counts, len(saved) + len(reads) + len(weights))
+            ctx.save_for_backward(handle, *saved, *reads, *weights, *main_grads)
         return tuple(outputs) if len(outputs) > 1 else outputs[0]
 
     @staticmethod
@@ -364,16 +358,11 @@ def apply(
         raise getattr(errors, problem[0])(problem[1])
     text = getattr(traced, key)
     facts = facts_of(text)
-    states: list[list[torch.Tensor]] = [[], [], [], []]
-    if facts.is_delayed:
-        states = _states(owner, inside, any_grad=facts.any_grad)
-        if tracing.keeps_scales:
-            # A recomputation quantises with these copies, even if the scales have been updated by then.
-            states[1] = [torch.ops.te_fast.keep_scale(scale) for scale in states[1]]
+    scales, ordered = _of_delayed(traced, owner, facts, x.device) if facts.is_delayed else ([], [])
     kept = getattr(traced, facts.kept) if facts.kept else []
     main_grads = [main_grad_of(params[index]) for index in facts.fused]
     dummies = _dummies(facts, params)
-    parts = [tensors[:1], given, list(params), *states, kept, main_grads]
+    parts = [tensors[:1], given, list(params), scales, ordered, kept, main_grads]
     counts = tuple([len(part) for part in parts])
     out = _Program.apply(
         traced.handle,
@@ -458,18 +447,25 @@ def _kind_of(tensor: Any) -> Kind | None:
     return value.block, value.fp8, value.col_is_valid
 
 
-def _states(owner: Any, inside: Any, *, any_grad: bool) -> list[list[torch.Tensor]]:
-    """Return histories and scales of both directions, and report those of forward to the graph's region."""
-    forward = owner._delayed_states_of_linears(forward=True)
-    backward = owner._delayed_states_of_linears(forward=False) if any_grad else []
-    states = [
-        [state._amax_history for state in forward],
-        [state._scale for state in forward],
-        [state._amax_history for state in backward],
-        [state._scale for state in backward],
-    ]
+def _of_delayed(
+    traced: Any, owner: Any, facts: Facts, device: torch.device
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return kept scales and the order tensor of a call under delayed scaling, and report it to the graph's region."""
+    inside = entered.region
+    if tracing.keeps_scales and inside is not None:
+        message = (
+            f"{traced.name}: under delayed scaling, a region inside of a compiled function takes no recomputed "
+            "layers (checkpoint); enter the region around the call"
+        )
+        raise UnsupportedError(message)
+    ordered = getattr(order, str(device))
+    scales = []
+    if tracing.keeps_scales:
+        # A recomputation quantises with these copies, even if the scales have been updated by then.
+        states = owner._delayed_states_of_linears(forward=True)
+        scales = [torch.ops.te_fast.keep_scale(state._scale, ordered) for state in states]
     if inside is not None:
-        inside.use(inside.number, owner, states[0], states[1])
-        if any_grad:
+        inside.use(inside.number, traced.handle, ordered)
+        if facts.any_grad:
             inside.is_first = False
-    return states
+    return scales, [ordered]

@@ -12,6 +12,8 @@ from te_fast.errors import UnsupportedError
 from te_fast.recipe import Recipe
 from te_fast.runtime import native
 from te_fast.runtime.autocast import prepare_recipe
+from te_fast.runtime.compiling import static
+from te_fast.runtime.recompute import tracing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,6 +22,21 @@ if TYPE_CHECKING:
 _around = native.CurrentRegion()
 #: Recipes of regions that graphs enter, by the number of their content.
 _recipes: dict[int, Recipe] = {}
+
+
+class Order:
+    """The order tensor of each device, an attribute of its name; :meth:`prepare` makes it."""
+
+    def prepare(self, device: torch.device) -> None:
+        """Make the tensor of a device, if there is none."""
+        if not hasattr(self, str(device)):
+            # Tensors that are made under torch.inference_mode() cannot be written outside of it.
+            with torch.inference_mode(mode=False):
+                setattr(self, str(device), static(torch.zeros(1, device=device)))
+
+
+#: What operators write that must keep their order.
+order = Order()
 
 
 class _Entered:
@@ -75,11 +92,17 @@ class TracedRegion:
         self.number = 0
         self.is_first = True
         self.former: TracedRegion | None = None
-        #: Users of delayed scaling's scales, without repetition: number of the recipe, owner, histories and scales.
-        self.used: list[tuple[int, Any, list[torch.Tensor], list[torch.Tensor]]] = []
+        #: Users of delayed scaling's scales, without repetition: number of the recipe, handle, order tensor.
+        self.used: list[tuple[int, torch.Tensor, torch.Tensor]] = []
 
     def __enter__(self) -> TracedRegion:
         """Put the region in force for the layers that are traced next."""
+        if tracing.keeps_scales:
+            message = (
+                "autocast: in a compiled function, no region begins inside of te.checkpoint; enter the region around "
+                "the call of te.checkpoint"
+            )
+            raise UnsupportedError(message)
         if self.enabled:
             recipe = self.recipe
             self.number = _number_of(None) if recipe is None else recipe._number_in_graphs()
@@ -91,27 +114,23 @@ class TracedRegion:
         """Restore the former region; the outermost region updates the scales that its layers have used."""
         entered.region = self.former
         if self.former is not None:
-            for number, owner, histories, scales in self.used:
-                self.former.use(number, owner, histories, scales)
+            for used in self.used:
+                self.former.use(*used)
         elif torch.is_grad_enabled():
-            numbers: list[int] = []
-            for number, *_ in self.used:
-                if number not in numbers:
-                    numbers.append(number)
-            for number in numbers:
-                alike = [used for used in self.used if used[0] == number]
-                histories = [history for _, _, several, _ in alike for history in several]
-                scales = [scale for _, _, _, several in alike for scale in several]
-                torch.ops.te_fast.update_scales(histories, scales, number)
+            left = self.used
+            while left:
+                number, _, ordered = left[0]
+                alike = [used for used in left if used[0] == number and used[2] is ordered]
+                left = [used for used in left if used[0] != number or used[2] is not ordered]
+                handles = [handle for _, handle, _ in alike]
+                torch.ops.te_fast.update_scales(handles, ordered, number)
 
-    def use(
-        self, number: int, owner: Any, histories: list[torch.Tensor], scales: list[torch.Tensor]
-    ) -> None:
+    def use(self, number: int, handle: torch.Tensor, ordered: torch.Tensor) -> None:
         """Note scales to update when the outermost region ends, once for a layer that runs twice."""
-        for _, known, *_ in self.used:
-            if known is owner:
+        for _, known, _ in self.used:
+            if known is handle:
                 return
-        self.used.append((number, owner, histories, scales))
+        self.used.append((number, handle, ordered))
 
 
 def key_of_region() -> tuple[bool, int, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 import weakref
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -12,7 +11,8 @@ import torch
 
 from te_fast.errors import TeFastError, UnsupportedError
 from te_fast.runtime import native
-from te_fast.runtime.compiling import is_exporting
+from te_fast.runtime.compiling import is_exporting, static
+from te_fast.runtime.delayed import DelayedScalingRecipeState
 from te_fast.runtime.global_state import FP8GlobalStateManager
 
 _numbers = itertools.count(1)
@@ -143,6 +143,8 @@ class Traced:
         #: The program's handle in graphs: one element, its number. A graph for several layers of one kind takes the
         # tensor : as an argument, where torch would make a number a constant. It is made on the device of the calls.
         self.handle: torch.Tensor | None = None
+        #: The scales that it uses, with what happens when they are gone.
+        self._states: dict[int, weakref.ref[DelayedScalingRecipeState]] = {}
         self.program = program
         self.owner = weakref.ref(owner)
         self.name = name
@@ -232,29 +234,54 @@ class Traced:
                 other._prepare_for(key, facts, samples[0].device, is_own=other is self)
 
     def _prepare_for(self, key: str, facts: Facts, device: torch.device, *, is_own: bool) -> None:
+        from te_fast.graphs.region import order
+
         owner: Any = self.owner()
         if owner is None:
             return
         if self.handle is None or self.handle.device != device:
-            self.handle = _static(torch.tensor([self._number], device=device))
-            native.traced_register(self.handle, self._number, self.program, owner)
+            self._make_handle(owner, device)
         if facts.is_delayed:
+            order.prepare(device)
             # Another layer of this kind may have scales of another recipe; its own call handles them.
             known = owner._delayed_states_of_linears(forward=True)
             if is_own or any(state is None for state in known):
                 owner._init_delayed_scaling()
-            for forward in (True, False):
-                for state in owner._delayed_states_of_linears(forward=forward):
-                    _static(state.scale)
-                    _static(state.amax_history)
+            self._watch(owner)
         kept = getattr(self, facts.kept, None) if facts.kept else None
         if facts.kept and (kept is None or kept[0].device != device):
             fresh = [
-                _static(torch.empty(size, dtype=torch.uint8, device=device))
-                for size in facts.memory
+                static(torch.empty(size, dtype=torch.uint8, device=device)) for size in facts.memory
             ]
             setattr(self, facts.kept, fresh)
         setattr(self, key, facts.call.text)
+
+    def _make_handle(self, owner: object, device: torch.device) -> None:
+        # Tensors that are made under torch.inference_mode() cannot be arguments of training.
+        with torch.inference_mode(mode=False):
+            self.handle = static(torch.tensor([self._number], device=device))
+        native.traced_register(self.handle, self._number, self.program, owner)
+
+    def _watch(self, owner: Any) -> None:
+        """Make another handle when scales move.
+
+        A recorded CUDA graph knows the addresses of the scales. It is recorded again if one of its arguments moves,
+        among which there are no scales, but the handle.
+        """
+        myself = weakref.ref(self)
+
+        def renew(_: object = None) -> None:
+            traced = myself()
+            owner = traced and traced.owner()
+            if traced is not None and owner is not None and traced.handle is not None:
+                traced._make_handle(owner, traced.handle.device)
+
+        for forward in (True, False):
+            for state in owner._delayed_states_of_linears(forward=forward):
+                static(state.scale)  # graphs copy those that recomputations are given
+                if id(state) not in self._states or self._states[id(state)]() is not state:
+                    self._states[id(state)] = weakref.ref(state, renew)
+                    state.when_moved.append(renew)
 
     prepare._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
@@ -290,11 +317,3 @@ class Traced:
         return describe(self.name, owner, self.program, recipe, cols, kinds)
 
     exported._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _static(tensor: torch.Tensor) -> torch.Tensor:
-    """Mark a tensor as static for CUDA graphs, so that they read and write it in place."""
-    dynamo = sys.modules.get("torch._dynamo")
-    if dynamo is not None:
-        dynamo.mark_static_address(tensor, guard=False)
-    return tensor

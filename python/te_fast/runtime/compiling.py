@@ -1,4 +1,4 @@
-"""Tells whether a compiler traces native calls as operators."""
+"""Tells whether a compiler traces native calls as operators, and marks tensors for it."""
 
 from __future__ import annotations
 
@@ -58,3 +58,11 @@ def is_unseen(*tensors: torch.Tensor) -> bool:
 def is_exporting() -> bool:
     """Tell whether ``torch.export`` traces; not for traced code, in which torch always returns True."""
     return CAN_COMPILE and torch.compiler.is_exporting()
+
+
+def static(tensor: torch.Tensor) -> torch.Tensor:
+    """Mark a tensor as static for CUDA graphs, so that they read and write it in place."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None:
+        dynamo.mark_static_address(tensor, guard=False)
+    return tensor

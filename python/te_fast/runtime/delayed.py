@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any
@@ -72,6 +72,7 @@ class DelayedScalingRecipeState:
         "mode",
         "num_quantizers",
         "recipe",
+        "when_moved",
     )
 
     def __init__(
@@ -95,6 +96,8 @@ class DelayedScalingRecipeState:
         size = (recipe.amax_history_len, num_quantizers)
         self._scale = torch.ones(num_quantizers, dtype=torch.float32, device=device)
         self._amax_history = torch.zeros(size, dtype=torch.float32, device=device)
+        #: Called when other tensors have replaced the scales or histories.
+        self.when_moved: list[Callable[[], None]] = []
         self._register(recipe, group)
 
     def _register(self, recipe: DelayedScaling, group: Any) -> None:
@@ -153,6 +156,11 @@ class DelayedScalingRecipeState:
         except Exception:
             self._scale, self._amax_history = former
             raise
+        self._tell_moved()
+
+    def _tell_moved(self) -> None:
+        for call in self.when_moved:
+            call()
 
     def use(self, recipe: DelayedScaling, group: Any) -> None:
         """Continue under another recipe or group.
@@ -176,9 +184,12 @@ class DelayedScalingRecipeState:
         if ratio != 1.0:
             self._scale.mul_(torch.where(history.amax(0) > 0, ratio, 1.0))
             native.note_scale_change()
-        if not same_length:
-            self._amax_history = resized(history, recipe.amax_history_len)
+        if same_length:
+            self._register(recipe, group)
+            return
+        self._amax_history = resized(history, recipe.amax_history_len)
         self._register(recipe, group)
+        self._tell_moved()
 
     def to(self, device: torch.device | str) -> None:
         """Move to another device."""
@@ -186,6 +197,7 @@ class DelayedScalingRecipeState:
             self._scale = self._scale.to(device)
             self._amax_history = self._amax_history.to(device)
             self._register(self.recipe, self.group)
+            self._tell_moved()
 
     def reset(self) -> None:
         """Set all scales to 1 and all maxima to 0."""
@@ -239,6 +251,7 @@ def _rebuild(
     state.num_quantizers = scale.numel()
     state._scale = scale
     state._amax_history = amax_history
+    state.when_moved = []
     state._register(recipe, group)
     return state
 

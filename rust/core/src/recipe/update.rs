@@ -10,10 +10,9 @@ use te_fast_kernels::Fp8;
 
 use crate::base::error::Result;
 use crate::base::pointer::DevPtr;
-use crate::base::tensor::TensorView;
 use crate::ops::scale_update::{AmaxChoice, LiveAmax, ScaleEntry, ScaleUpdatePlan, gather_amax};
 use crate::recipe::definition::{AmaxAlgorithm, Recipe};
-use crate::recipe::slots::{AmaxSlots, Bucket, Direction, check_slots};
+use crate::recipe::slots::{AmaxSlots, Bucket, Direction};
 use crate::runtime::dispatcher::Dispatcher;
 use crate::runtime::lane::Place;
 
@@ -128,29 +127,19 @@ pub fn update(dispatcher: &mut Dispatcher, direction: Direction, place: Place, r
     done.map(drop)
 }
 
-/// Updates forward scales that the caller passes, each with its history: `(f32 [len, count], f32 [count])`. The device
-/// must be current.
+/// Updates forward scales that a graph has used under one recipe, all on `place.device`. The device must be current.
 ///
 /// # Errors
-/// Tensors of other shapes or devices, or a launch's refusal.
-pub fn update_given(
-    dispatcher: &mut Dispatcher,
-    recipe: &Recipe,
-    place: Place,
-    given: &[(TensorView<'_>, TensorView<'_>)],
-) -> Result<()> {
-    let Rule { choice, margin, fp8 } = Rule::new(Direction::Forward, recipe);
-    let max_scaled = ScaleUpdatePlan::new(1, choice, margin)?.max_scaled(fp8);
-    let mut launches: Vec<Launch<'_>> = Vec::with_capacity(1);
-    for (history, scale) in given {
-        check_slots(history, scale)?;
-        let (history_len, count) = (history.shape()[0] as u32, scale.shape()[0] as u32);
-        let (history, scale) = (history.data(), scale.data());
-        let entry = ScaleEntry { history, scale, reduced: DevPtr::null(), count, max_scaled };
-        push(&mut launches, entry, (history_len, choice, margin))?;
-    }
+/// A launch's refusal; the scales are then still due.
+pub fn update_used(dispatcher: &mut Dispatcher, recipe: &Recipe, place: Place, used: &[Arc<AmaxSlots>]) -> Result<()> {
+    let mut launches = Vec::with_capacity(1);
+    let slots = used.iter().map(|slots| (&**slots, DevPtr::null()));
+    add(&mut launches, Rule::new(Direction::Forward, recipe), slots)?;
     for Launch { plan, entries, .. } in &launches {
         plan.run(&mut dispatcher.target(place)?, entries)?;
+    }
+    for slots in used {
+        slots.clear_ran();
     }
     dispatcher.forward_generation += 1;
     Ok(())

@@ -23,7 +23,7 @@ use crate::graphs::given::Layout;
 use crate::graphs::launch::Launch;
 use crate::graphs::operands::{Operand, Operands};
 use crate::graphs::registry::{Operator, Otherwise};
-use crate::graphs::slots::given_slots;
+use crate::graphs::slots::slots_of;
 use crate::program::check::check_grad;
 use crate::program::handle::ProgramHandle;
 use crate::program::main_grad::check_main_grad;
@@ -33,8 +33,8 @@ use crate::torch::process::{State, state};
 /// A backward in compiled code, which writes into tensors of the graph.
 ///
 /// `reads` are the gradients of output and extra outputs, the buffer of forward, the tensors that [`TracedCall`] names,
-/// quantised weights, and scales. `writes` are the gradients of input, parameters and extra inputs that are separate
-/// tensors, histories, and `main_grad`.
+/// and quantised weights. `writes` are the gradients of input, parameters and extra inputs that are separate tensors, and
+/// `main_grad`.
 #[pyfunction]
 #[pyo3(signature = (reads, writes, program, call, /))]
 pub(crate) fn traced_backward<'py>(
@@ -108,10 +108,7 @@ fn backward<'a, 'py>(
     run.write(traced, rows, to)?;
     run.wait(state, traced, &sized, place)?;
     if traced.is_delayed() {
-        // After them `main_grad`, and the handle if gradients are delayed.
-        let behind = traced.elsewhere.fused.len() + usize::from(!traced.elsewhere.deferred.is_empty());
-        let histories = to.take_views(to.left().saturating_sub(behind))?;
-        run.launch.slots = given_slots(handle, (&from.take_views(from.left())?, &histories), false)?;
+        run.launch.slots = slots_of(handle)?;
     }
     for &param in &traced.elsewhere.fused {
         let view = to.take()?.view;
@@ -232,8 +229,8 @@ impl<'a, 'py> Run<'a, 'py> {
                 call.set_weight_grad(linear, plan);
             }
             sized.run_backward(&mut dispatcher.0.lane(place, sized.backward_scratch(), memory)?, call)?;
-            for given in &self.launch.slots {
-                dispatcher.0.autocast.mark_ran(&given.owner.backward);
+            for slots in &self.launch.slots {
+                dispatcher.0.autocast.mark_ran(&slots.owner.backward);
             }
         }
         state.tables.give_back(table);

@@ -19,7 +19,7 @@ use crate::graphs::given::Params;
 use crate::graphs::launch::Launch;
 use crate::graphs::operands::Operands;
 use crate::graphs::registry::{Operator, Otherwise};
-use crate::graphs::slots::{Given, given_slots, note_first};
+use crate::graphs::slots::{note_first, slots_of, use_kept};
 use crate::graphs::weights::{GivenWeight, buffers, note_kept, quantized};
 use crate::program::check::check;
 use crate::program::handle::{ProgramHandle, PyProgram};
@@ -28,8 +28,9 @@ use crate::torch::process::{State, state};
 
 /// A forward in compiled code, which writes into tensors of the graph.
 ///
-/// `reads` are input, extra inputs, parameters, scales; `writes` are output and extra outputs that are separate
-/// tensors, the buffer for backward, memory of the quantised weights, and histories.
+/// `reads` are input, extra inputs, parameters, and kept scales; `writes` are output and extra outputs that are separate
+/// tensors, the buffer for backward, memory of the quantised weights, and under delayed scaling the tensor that keeps
+/// operators in order.
 #[pyfunction]
 #[pyo3(signature = (reads, writes, program, call, /))]
 pub(crate) fn traced_forward<'py>(
@@ -86,11 +87,11 @@ fn forward<'a, 'py>(
         weights = quantized(state, (handle, traced, region), given, &launch.weights, place)?;
     }
     if traced.is_delayed() {
-        let (scales, histories) = (from.take_views(from.left())?, to.take_views(to.left())?);
-        launch.slots = given_slots(handle, (&scales, &histories), true)?;
-        if is_repeated {
-            launch.slots.iter_mut().for_each(Given::raise_nothing);
+        launch.slots = slots_of(handle)?;
+        if traced.keeps_scales {
+            use_kept(&mut launch.slots, &from.take_views(from.left())?)?;
         }
+        launch.slots.iter_mut().for_each(|slots| slots.raises = !is_repeated);
     }
     run(state, py, (&compiled, &sized, place), &launch, (&weights, &tensors))?;
     if !traced.passes_weights() {
@@ -147,8 +148,8 @@ fn run(
     {
         let mut dispatcher = state.dispatcher(py)?;
         sized.run_forward(&mut dispatcher.0.lane(place, sized.forward_scratch(), memory)?, call)?;
-        for given in launch.slots.iter().filter(|given| given.raises) {
-            dispatcher.0.autocast.mark_ran(&given.owner.forward);
+        for slots in launch.slots.iter().filter(|slots| slots.raises) {
+            dispatcher.0.autocast.mark_ran(&slots.owner.forward);
         }
     }
     state.tables.give_back(table);

@@ -5,7 +5,7 @@ use te_fast_core::base::pointer::DevPtr;
 use te_fast_core::program::{Bindings, Port};
 use te_fast_core::quant::value::{Quantized, WeightBuffer};
 
-use crate::graphs::slots::Given;
+use crate::graphs::slots::CallSlots;
 
 /// The tensors that one call reads and writes.
 #[derive(Default)]
@@ -16,7 +16,7 @@ pub(super) struct Launch<'a> {
     /// Row and column layout of a linear op's weight that is a quantised parameter.
     pub(super) given: SmallVec<[(usize, [Quantized<'a>; 2]); 2]>,
     /// The slots of each linear op under delayed scaling.
-    pub(super) slots: SmallVec<[Given<'a>; 2]>,
+    pub(super) slots: SmallVec<[CallSlots<'a>; 2]>,
 }
 
 impl<'a> Launch<'a> {
@@ -37,8 +37,8 @@ impl<'a> Launch<'a> {
         for &(linear, [row, col]) in &self.given {
             call.set_layouts(linear, row, col);
         }
-        for (linear, given) in self.slots.iter().enumerate() {
-            call.set_slots(linear, &given.slots);
+        for (linear, slots) in self.slots.iter().enumerate() {
+            call.set_slots(linear, &slots.addresses());
         }
     }
 }

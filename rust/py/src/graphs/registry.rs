@@ -153,27 +153,19 @@ impl<'py> Operator<'py> {
     #[inline]
     pub(super) fn find(state: &State, handle: &Bound<'py, PyAny>, call: i64) -> Result<Self, Failure> {
         let py = handle.py();
-        let view = view_of(&state.reader, handle, "a handle")?;
         let registry = registry(py)?.try_borrow()?;
-        let known = registry.by_address.get(&view.data().address());
-        let found = known.or_else(|| registry.copied(state, handle)).and_then(|registered| {
-            let program = registered.program.bind(py).upgrade()?.cast_into::<ProgramHandle>().ok()?;
-            Some((program, registered.owner.bind(py).upgrade()?))
-        });
-        let call = registry.calls.get(&call).map(|call| call.bind(py).clone());
-        match (found, call) {
-            (Some((program, owner)), Some(call)) => Ok(Self { program, owner, call }),
-            (None, _) => {
-                let message =
-                    "a compiled graph runs a layer that was deleted; keep the model alive, or compile it again";
-                Err(Error::state(OP, message).into())
-            }
-            (_, None) => {
-                let message =
-                    "a compiled graph of another process has a call that was not traced in this one; compile it again";
-                Err(Error::state(OP, message).into())
-            }
-        }
+        let (program, owner) = registry.program(state, handle)?;
+        let Some(call) = registry.calls.get(&call).map(|call| call.bind(py).clone()) else {
+            let message =
+                "a compiled graph of another process has a call that was not traced in this one; compile it again";
+            return Err(Error::state(OP, message).into());
+        };
+        Ok(Self { program, owner, call })
+    }
+
+    /// The program that `handle` names.
+    pub(super) fn program(state: &State, handle: &Bound<'py, PyAny>) -> Result<Bound<'py, ProgramHandle>, Failure> {
+        Ok(registry(handle.py())?.try_borrow()?.program(state, handle)?.0)
     }
 
     /// Lets Python run the call, or the work after it.
@@ -189,6 +181,23 @@ impl<'py> Operator<'py> {
 }
 
 impl Registry {
+    /// The program that a handle names, and the owner of its scales.
+    #[inline]
+    fn program<'py>(
+        &self,
+        state: &State,
+        handle: &Bound<'py, PyAny>,
+    ) -> Result<(Bound<'py, ProgramHandle>, Bound<'py, PyAny>), Failure> {
+        let py = handle.py();
+        let known = self.by_address.get(&view_of(&state.reader, handle, "a handle")?.data().address());
+        let found = known.or_else(|| self.copied(state, handle)).and_then(|registered| {
+            let program = registered.program.bind(py).upgrade()?.cast_into::<ProgramHandle>().ok()?;
+            Some((program, registered.owner.bind(py).upgrade()?))
+        });
+        let deleted = "a compiled graph runs a layer that was deleted; keep the model alive, or compile it again";
+        found.ok_or_else(|| Error::state(OP, deleted).into())
+    }
+
     /// The program of a copied handle, if the number in it can be read.
     #[cold]
     fn copied(&self, state: &State, handle: &Bound<'_, PyAny>) -> Option<&Registered> {

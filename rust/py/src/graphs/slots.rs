@@ -1,63 +1,74 @@
-//! Scales of delayed scaling in a graph's tensors, which operators read and write.
+//! Scales of delayed scaling in graphs. They are the programs' own: a graph has only the programs' handles.
+
+use std::sync::Arc;
 
 use pyo3::prelude::*;
 use smallvec::SmallVec;
 use te_fast_core::Error;
 use te_fast_core::base::pointer::DevPtr;
 use te_fast_core::quant::value::LinearSlots;
-use te_fast_core::recipe::update::update_given;
+use te_fast_core::recipe::slots::AmaxSlots;
+use te_fast_core::recipe::update::update_used;
 use te_fast_core::runtime::lane::Place;
 
 use crate::autocast::recipe::NativeRecipe;
 use crate::error::{Failure, IntoPython};
 use crate::graphs::OP;
-use crate::graphs::call::TracedCall;
+use crate::graphs::call::{TracedCall, named_by};
+use crate::graphs::registry::Operator;
 use crate::program::handle::ProgramHandle;
 use crate::program::tensors::Views;
-use crate::program::weight::OpSlots;
+use crate::program::weight::{OpSlots, WeightHandle};
 use crate::torch::process::{State, state};
-use crate::torch::reader::view_of;
 
-/// The slots of one linear op, and their addresses in the call.
-pub(super) struct Given<'a> {
+/// The slots of one linear op in a call.
+pub(super) struct CallSlots<'a> {
     pub(super) owner: OpSlots,
-    pub(super) slots: LinearSlots<'a>,
+    /// The graph's copy of forward's scales, which serves forward and its recomputation.
+    kept: Option<DevPtr<'a>>,
     /// The call raises maxima, which makes the slots due.
     pub(super) raises: bool,
 }
 
-impl Given<'_> {
-    /// Leaves the maxima as they are.
-    pub(super) fn raise_nothing(&mut self) {
-        self.raises = false;
-        (self.slots.input.amax, self.slots.weight.amax) = (DevPtr::null(), DevPtr::null());
+impl CallSlots<'_> {
+    /// The addresses that the call reads and writes.
+    pub(super) fn addresses(&self) -> LinearSlots<'_> {
+        let mut slots = match self.kept {
+            Some(scales) => self.owner.with_scales(scales),
+            None => self.owner.slots(),
+        };
+        if !self.raises {
+            (slots.input.amax, slots.weight.amax) = (DevPtr::null(), DevPtr::null());
+        }
+        slots
     }
 }
 
-/// The slots of each linear op; ops of one layer share a tensor of scales and a history.
-pub(super) fn given_slots<'a>(
-    handle: &Bound<'_, ProgramHandle>,
-    (scales, histories): (&Views<'a>, &Views<'a>),
-    is_forward: bool,
-) -> Result<SmallVec<[Given<'a>; 2]>, Failure> {
+/// The slots of each linear op of a program.
+pub(super) fn slots_of<'a>(handle: &Bound<'_, ProgramHandle>) -> Result<SmallVec<[CallSlots<'a>; 2]>, Failure> {
     let py = handle.py();
+    let slots_of = |weight: &Py<WeightHandle>| -> Result<_, Failure> {
+        let missing = || Error::state(OP, "the scales of delayed scaling are gone; run the layer's forward again");
+        let owner = weight.bind(py).try_borrow()?.slots.clone().ok_or_else(missing)?;
+        Ok(CallSlots { owner, kept: None, raises: true })
+    };
+    handle.try_borrow()?.weights.iter().map(slots_of).collect()
+}
+
+/// Lets a forward quantise with the graph's copies of its scales, one for each owner of slots, in order.
+pub(super) fn use_kept<'a>(list: &mut [CallSlots<'a>], copies: &Views<'a>) -> Result<(), Error> {
     let mut seen = SmallVec::<[u64; 4]>::new();
-    let mut list = SmallVec::new();
-    for weight in &handle.try_borrow()?.weights {
-        let Some(owner) = weight.bind(py).try_borrow()?.slots.clone() else { continue };
-        let id = if is_forward { owner.forward.id() } else { owner.backward.id() };
+    for slots in list {
+        let id = slots.owner.forward.id();
         let at = seen.iter().position(|&known| known == id).unwrap_or_else(|| {
             seen.push(id);
             seen.len() - 1
         });
-        let (Some(scale), Some(history)) = (scales.get(at), histories.get(at)) else {
-            let message = "a compiled call brings fewer scales than its linear ops have; compile it again";
-            return Err(Error::state(OP, message).into());
-        };
-        let slots = owner.given(scale.data(), history.data(), is_forward);
-        list.push(Given { owner, slots, raises: true });
+        let missing =
+            || Error::state(OP, "a compiled call brings fewer scales than its linear ops have; compile it again");
+        slots.kept = Some(copies.get(at).ok_or_else(missing)?.data());
     }
-    Ok(list)
+    Ok(())
 }
 
 /// Notes whether a forward belongs to its region's first FP8 module, whose backward updates the scales.
@@ -84,25 +95,27 @@ pub(super) fn note_first(
     Ok(())
 }
 
-/// Updates a graph's scales, all of one recipe, from their histories, at the end of a region inside of a graph.
+/// Updates the forward scales of programs, all under one recipe, at the end of a region inside of a graph.
 #[pyfunction]
-#[pyo3(signature = (histories, scales, recipe, /))]
+#[pyo3(signature = (programs, recipe, /))]
 #[expect(clippy::needless_pass_by_value, reason = "what PyO3 calls with")]
 pub(crate) fn traced_update_scales(
     py: Python<'_>,
-    histories: Vec<Bound<'_, PyAny>>,
-    scales: Vec<Bound<'_, PyAny>>,
+    programs: Vec<Bound<'_, PyAny>>,
     recipe: &Bound<'_, NativeRecipe>,
 ) -> PyResult<()> {
     let state = state(py)?;
-    let mut given = Vec::with_capacity(histories.len());
-    for (history, scale) in histories.iter().zip(&scales) {
-        let history = view_of(&state.reader, history, "amax_history").python()?;
-        let scale = view_of(&state.reader, scale, "scale").python()?;
-        given.push((history, scale));
+    let mut due: Vec<Arc<AmaxSlots>> = Vec::with_capacity(programs.len());
+    for handle in &programs {
+        let program = Operator::program(state, handle).map_err(|failure| failure.named(None))?;
+        for CallSlots { owner, .. } in slots_of(&program).map_err(|failure| named_by(&program, failure))? {
+            if due.iter().all(|slots| slots.id() != owner.forward.id()) {
+                due.push(owner.forward);
+            }
+        }
     }
-    let Some(device) = given.first().map(|(history, _)| history.device()) else { return Ok(()) };
+    let Some(device) = due.first().map(|slots| slots.device()) else { return Ok(()) };
     let _guard = state.guard(py, device)?;
     let place = Place { device, stream: state.reader.stream(py, device)? };
-    update_given(&mut state.dispatcher(py)?.0, &recipe.get().0, place, &given).python()
+    update_used(&mut state.dispatcher(py)?.0, &recipe.get().0, place, &due).python()
 }

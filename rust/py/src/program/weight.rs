@@ -40,17 +40,6 @@ impl OpSlots {
         self.epoch == epoch && !self.forward.is_retired() && !self.backward.is_retired()
     }
 
-    /// The same in a scale and a history that a compiled call passes, of forward or of backward.
-    pub(crate) fn given<'a>(&self, scale: DevPtr<'a>, history: DevPtr<'a>, is_forward: bool) -> LinearSlots<'a> {
-        let at = |index: usize| Slot { scale: scale.offset(4 * index), amax: history.offset(4 * index) };
-        let base = self.forward_base;
-        if is_forward {
-            LinearSlots { input: at(base), weight: at(base + 1), ..LinearSlots::NONE }
-        } else {
-            LinearSlots { grad: at(self.backward_base), ..LinearSlots::NONE }
-        }
-    }
-
     /// The weight's alone.
     pub(crate) fn weight(&self) -> Slot<'_> {
         slot(&self.forward, self.forward_base + 1)
@@ -64,6 +53,14 @@ impl OpSlots {
             output: slot(&self.forward, self.forward_base + 2),
             grad_input: slot(&self.backward, self.backward_base + 1),
         }
+    }
+
+    /// The same, with a copy of the forward scales.
+    pub(crate) fn with_scales<'a>(&'a self, scales: DevPtr<'a>) -> LinearSlots<'a> {
+        let own = self.slots();
+        let copied = |slot: Slot<'a>, index: usize| Slot { scale: scales.offset(4 * index), ..slot };
+        let (input, weight) = (copied(own.input, self.forward_base), copied(own.weight, self.forward_base + 1));
+        LinearSlots { input, weight, ..own }
     }
 
     /// The same, with the forward scales of a recomputed call.
