@@ -1,10 +1,9 @@
-"""Host time of a chain of linear layers, eager and compiled.
+"""Host time of a chain of linear layers, eager and compiled, with the bookkeeping alone: no kernel runs.
 
-    python benches/graphs_host.py [--layers 24] [--dtype f32] [--launch] [--out FILE]
+    python benches/graphs_host.py [--layers 24] [--dtype f32] [--out FILE]
 
-A recorder stands in for the kernels, so that any machine measures the work of its host: the bookkeeping alone. With
-``--launch``, the kernels run, and the time of their launches counts, too. Layers have 64 features and weights of their
-own; the input has 16 rows. The two ways take turns, burst by burst.
+A recorder stands in for the kernels, so that any machine measures the work of its host. Layers have 64 features and
+weights of their own; the input has 16 rows. The two ways take turns, burst by burst.
 """
 
 from __future__ import annotations
@@ -64,7 +63,6 @@ def main() -> None:
     """Measure and print the table."""
     parser = options(__doc__)
     parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--launch", action="store_true", help="run the kernels, too")
     args = parser.parse_args()
     kind = {"dtype": DTYPES[args.dtype], "device": args.device}
     as_in_training()
@@ -74,7 +72,7 @@ def main() -> None:
     for recipe in RECIPES:
         torch.compiler.reset()
         ways = candidates(args.layers, recipe, kind)
-        with nullcontext() if args.launch else dispatch.record(execute=False):
+        with dispatch.record(execute=False):
             times: dict[str, Timing] = interleave(
                 ways, args.device, rounds=args.rounds, calls=args.calls
             )
@@ -88,9 +86,8 @@ def main() -> None:
                 (recipe, what, f"{eager:.1f}", f"{compiled:.1f}", f"{compiled / eager:.2f}")
             )
     columns = ("recipe", "call", "eager, us a layer", "compiled", "compiled / eager")
-    work = "bookkeeping and launches" if args.launch else "bookkeeping alone"
-    show(f"{args.layers} te.Linear, {work}", columns, rows)
-    write("graphs_launched" if args.launch else "graphs_host", args, results)
+    show(f"{args.layers} te.Linear, bookkeeping alone", columns, rows)
+    write("graphs_host", args, results)
 
 
 if __name__ == "__main__":

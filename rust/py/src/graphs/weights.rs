@@ -154,12 +154,31 @@ pub(super) fn note_kept(
         if let (Some(record), Some(param)) = (given.record, given.fresh)
             && let Some((weight, _)) = ProgramHandle::linear_at(handle, linear)?
         {
-            let storage = params[param].object.call_method0(intern!(py, "untyped_storage"))?;
-            let storage = state.torch.storage_weak_ref.bind(py).call1((storage,))?.unbind();
+            let storage = match known_storage(state, weight.bind(py), &record)? {
+                Some(storage) => storage,
+                None => {
+                    let storage = params[param].object.call_method0(intern!(py, "untyped_storage"))?;
+                    state.torch.storage_weak_ref.bind(py).call1((storage,))?.unbind()
+                }
+            };
             let known = TracedWeight { record, storage, writer: place.stream };
             let former = weight.bind(py).try_borrow_mut()?.traced.replace(known);
             drop(former);
         }
     }
     Ok(())
+}
+
+/// The reference to a weight's storage from the last call, if the weight still lies there.
+fn known_storage(
+    state: &State,
+    weight: &Bound<'_, WeightHandle>,
+    record: &WeightRecord,
+) -> Result<Option<Py<PyAny>>, Failure> {
+    let py = weight.py();
+    let storage = match &weight.try_borrow()?.traced {
+        Some(known) if known.record.token.address == record.token.address => known.storage.clone_ref(py),
+        _ => return Ok(None),
+    };
+    Ok((!is_gone(&storage, py, state)?).then_some(storage))
 }
