@@ -140,9 +140,12 @@ class Traced:
 
     def __init__(self, program: native.Program, owner: object, name: str) -> None:
         self._number = next(_numbers)
-        #: The program's handle in graphs: one element, its number. A graph for several layers of one kind takes the
-        # tensor : as an argument, where torch would make a number a constant. It is made on the device of the calls.
+        #: The program's handle in graphs: a tensor of one element, its number, on the device of the calls. A graph for
+        #: several layers of one kind takes it as an argument, where torch would make a number a constant.
         self.handle: torch.Tensor | None = None
+        #: Handles that others have replaced. Backwards of earlier forwards may have them; and a copy that a compiler
+        #: makes of another program's handle must not get their addresses.
+        self._former_handles: list[torch.Tensor] = []
         #: The scales that it uses, with what happens when they are gone.
         self._states: dict[int, weakref.ref[DelayedScalingRecipeState]] = {}
         self.program = program
@@ -257,6 +260,8 @@ class Traced:
         setattr(self, key, facts.call.text)
 
     def _make_handle(self, owner: object, device: torch.device) -> None:
+        if self.handle is not None:
+            self._former_handles.append(self.handle)
         # Tensors that are made under torch.inference_mode() cannot be arguments of training.
         with torch.inference_mode(mode=False):
             self.handle = static(torch.tensor([self._number], device=device))

@@ -189,11 +189,13 @@ impl Registry {
         handle: &Bound<'py, PyAny>,
     ) -> Result<(Bound<'py, ProgramHandle>, Bound<'py, PyAny>), Failure> {
         let py = handle.py();
-        let known = self.by_address.get(&view_of(&state.reader, handle, "a handle")?.data().address());
-        let found = known.or_else(|| self.copied(state, handle)).and_then(|registered| {
+        let alive = |registered: &Registered| {
             let program = registered.program.bind(py).upgrade()?.cast_into::<ProgramHandle>().ok()?;
             Some((program, registered.owner.bind(py).upgrade()?))
-        });
+        };
+        let known = self.by_address.get(&view_of(&state.reader, handle, "a handle")?.data().address());
+        // A copy may have the address of a handle whose program is gone.
+        let found = known.and_then(alive).or_else(|| self.copied(state, handle).and_then(alive));
         let deleted = "a compiled graph runs a layer that was deleted; keep the model alive, or compile it again";
         found.ok_or_else(|| Error::state(OP, deleted).into())
     }
