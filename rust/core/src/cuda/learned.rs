@@ -59,23 +59,29 @@ struct Step {
 /// The properties of a launch that all calls share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Shape {
-    Kernel {
-        function: CUfunction,
-        grid: [u32; 3],
-        block: [u32; 3],
-        shared_bytes: u32,
-        /// Zeros without one.
-        cluster: [u32; 3],
-        /// How the blocks of clusters are spread over multiprocessors.
-        scheduling: u32,
-        /// Bytes of the parameters.
-        bytes: usize,
-    },
-    Fill {
-        value: u32,
-        element_bytes: u32,
-        elements: usize,
-    },
+    Kernel(Kernel),
+    Fill(Fill),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Kernel {
+    function: CUfunction,
+    grid: [u32; 3],
+    block: [u32; 3],
+    shared_bytes: u32,
+    /// Zeros without one.
+    cluster: [u32; 3],
+    /// How the blocks of clusters are spread over multiprocessors.
+    scheduling: u32,
+    /// Bytes of the parameters.
+    bytes: usize,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Fill {
+    value: u32,
+    element_bytes: u32,
+    elements: usize,
 }
 
 /// Word number `word` is address number `address` plus `offset`.
@@ -153,7 +159,7 @@ impl Step {
         let preference = CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE as u32;
         let [scheduling, ..] = attribute(calls, node, preference)?;
         let parameters = buffer_of(&captured)?;
-        let shape = Shape::Kernel {
+        let kernel = Kernel {
             function,
             grid: [captured.gridDimX, captured.gridDimY, captured.gridDimZ],
             block: [captured.blockDimX, captured.blockDimY, captured.blockDimZ],
@@ -162,7 +168,7 @@ impl Step {
             scheduling,
             bytes: parameters.len(),
         };
-        Some(Self { shape, words: words_of(&parameters) })
+        Some(Self { shape: Shape::Kernel(kernel), words: words_of(&parameters) })
     }
 
     fn of_fill(calls: &Functions, node: CUgraphNode) -> Option<Self> {
@@ -171,16 +177,24 @@ impl Step {
         // SAFETY: a fill's node of a live graph; writes one struct.
         let status = unsafe { (calls.cuGraphMemsetNodeGetParams)(node, &raw mut fill) };
         let CUDA_MEMSET_NODE_PARAMS { dst, value, elementSize, width, height, .. } = fill;
-        let shape = Shape::Fill { value, element_bytes: elementSize, elements: width };
+        let shape = Shape::Fill(Fill { value, element_bytes: elementSize, elements: width });
         let is_simple = status == SUCCESS && height <= 1 && matches!(elementSize, 1 | 4);
         is_simple.then(|| Self { shape, words: vec![dst] })
     }
 
     #[inline]
     fn launch(&mut self, calls: &Functions, stream: Stream) -> Result<()> {
-        let Shape::Kernel { function, grid, block, shared_bytes, cluster, scheduling, mut bytes } = self.shape else {
-            return self.fill(calls, stream);
-        };
+        match self.shape {
+            Shape::Kernel(kernel) => kernel.launch(calls, stream, &mut self.words),
+            Shape::Fill(fill) => fill.launch(calls, stream, self.words[0]),
+        }
+    }
+}
+
+impl Kernel {
+    #[inline]
+    fn launch(self, calls: &Functions, stream: Stream, words: &mut [u64]) -> Result<()> {
+        let Self { function, grid, block, shared_bytes, cluster, scheduling, mut bytes } = self;
         let [x, y, z] = cluster;
         let mut policy = CUlaunchAttributeValue { pad: [0; 64] };
         // SAFETY: a number lies at the beginning of every value.
@@ -214,7 +228,7 @@ impl Step {
         };
         let mut parameters: [*mut c_void; 5] = [
             BUFFER_POINTER as *mut c_void,
-            self.words.as_mut_ptr().cast(),
+            words.as_mut_ptr().cast(),
             BUFFER_SIZE as *mut c_void,
             (&raw mut bytes).cast(),
             END as *mut c_void,
@@ -225,19 +239,19 @@ impl Step {
             (calls.cuLaunchKernelEx)(&raw const config, function, std::ptr::null_mut(), parameters.as_mut_ptr())
         })
     }
+}
 
-    fn fill(&self, calls: &Functions, stream: Stream) -> Result<()> {
-        let (Shape::Fill { value, element_bytes, elements }, [to]) = (self.shape, self.words.as_slice()) else {
-            return Ok(());
-        };
+impl Fill {
+    fn launch(self, calls: &Functions, stream: Stream, to: u64) -> Result<()> {
+        let Self { value, element_bytes, elements } = self;
         if element_bytes == 1 {
             // SAFETY: the library filled the same part of the workspace or of the result when it was captured.
             return check("cuMemsetD8Async", unsafe {
-                (calls.cuMemsetD8Async)(*to, value as u8, elements, stream.raw())
+                (calls.cuMemsetD8Async)(to, value as u8, elements, stream.raw())
             });
         }
         // SAFETY: as above.
-        check("cuMemsetD32Async", unsafe { (calls.cuMemsetD32Async)(*to, value, elements, stream.raw()) })
+        check("cuMemsetD32Async", unsafe { (calls.cuMemsetD32Async)(to, value, elements, stream.raw()) })
     }
 }
 
@@ -371,7 +385,7 @@ mod tests {
     }
 
     fn fill(to: u64, elements: usize) -> Step {
-        Step { shape: Shape::Fill { value: 0, element_bytes: 4, elements }, words: vec![to] }
+        Step { shape: Shape::Fill(Fill { value: 0, element_bytes: 4, elements }), words: vec![to] }
     }
 
     /// One step a capture, whose words `make` names.
