@@ -9,9 +9,11 @@ HIDDEN, FFN, EXPERTS, TOPK = 272, 144, 6, 2
 ALL = {"high": lambda: None, **RECIPES}
 
 
-def make(device, dtype=torch.bfloat16, **options):
+def make(device, dtype=torch.bfloat16, ffn=FFN, interleave=None, **options):
     torch.default_generator.manual_seed(3)
-    block = te.MoE(HIDDEN, FFN, EXPERTS, TOPK, device="cpu", dtype=dtype, **options)
+    block = te.MoE(HIDDEN, ffn, EXPERTS, TOPK, device="cpu", dtype=dtype, **options)
+    if interleave is not None:
+        block.experts[1] = te.ops.ScaledSwiGLU(glu_interleave_size=interleave)
     for name, parameter in block.named_parameters():
         if "bias" in name:  # Biases are zero when they are made.
             torch.nn.init.normal_(parameter)

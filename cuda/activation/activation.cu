@@ -13,10 +13,9 @@
 //         interleave 0 or a divisor of cols.
 // Moves:  sizeof(In) per element of x, and per element of y sizeof(In) for y and 1 byte per FP8 layout written.
 
-#include "activation/curves.cuh"
+#include "activation/row.cuh"
 #include "common/fp8.cuh"
 #include "common/measure.cuh"
-#include "tile/strip.cuh"
 
 namespace te_fast::activation {
 
@@ -49,24 +48,6 @@ struct ForwardShared {
 };
 static_assert(sizeof(ForwardShared<false, bf16>) == kShared && sizeof(ForwardShared<false, f32>) == kShared);
 static_assert(sizeof(ForwardShared<true, bf16>) == kShared && sizeof(ForwardShared<true, f32>) == kShared);
-
-// Eight elements of y before the row's factor.
-template <bool kGated, Floating In, typename ActivationCurve>
-__device__ inline void activate8(const RowInputs<kGated, false, In>& in, const ActivationCurve& curve, float (&y)[8]) {
-    if constexpr (std::same_as<ActivationCurve, AnyCurve>) {
-        return with_curve<kGated>(curve.kind, curve.constants, [&](const auto& c) { activate8<kGated, In>(in, c, y); });
-    } else {
-        unpack8<In>(in.tensor[0], y);
-#pragma unroll
-        for (int c = 0; c < 8; ++c) y[c] = curve.value(y[c]);
-        if constexpr (kGated) {
-            float l[8];
-            unpack8<In>(in.tensor[1], l);
-#pragma unroll
-            for (int c = 0; c < 8; ++c) y[c] *= curve.linear(l[c]);
-        }
-    }
-}
 
 // The rows of the strip. Returns max |y| of the thread. `kCasts`: it is known that y is cast, written in row layout and
 // nowhere in high precision, and that there is no row scale.

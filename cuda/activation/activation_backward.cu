@@ -17,7 +17,7 @@
 // Moves:  sizeof(In) per element of dy and of x, and per element of dx sizeof(In) for dx and 1 byte per FP8 layout
 //         written; dbias adds 8 bytes per column of dx and strip, ds 8 bytes per row and tile.
 
-#include "activation/curves.cuh"
+#include "activation/row.cuh"
 #include "common/fp8.cuh"
 #include "common/measure.cuh"
 #include "tile/column_sums.cuh"
@@ -81,55 +81,6 @@ struct Totals {
         for (int c = 0; c < 8; ++c) columns[half][c] += d[c];
     }
 };
-
-// Data that the eight elements of a row share.
-struct RowFactor {
-    const void* scale;  // null: 1
-    uint32_t kind;
-    float* dots;  // null: none; this column of tiles' sums of dy * y, by row
-};
-
-// Eight elements of one row: d * s into `d`, and the sum over the tile's row of dy * y into row.dots.
-template <bool kCasts, bool kGated, Floating In, typename ActivationCurve>
-__device__ inline void differentiate8(const RowInputs<kGated, true, In>& in, const ActivationCurve& curve,
-                                      const RowFactor& factor, size_t row, bool inside,
-                                      float (&d)[Halves<kGated>::kCount][8]) {
-    float dy[8], g[8], l[8];
-    unpack8<In>(in.tensor[Halves<kGated>::kCount], dy);
-    unpack8<In>(in.tensor[0], g);
-    if constexpr (kGated) unpack8<In>(in.tensor[1], l);
-    float s = 1.0f, dot = 0.0f;
-    if (!kCasts && factor.scale != nullptr && inside) s = load_float(factor.scale, row, factor.kind);
-#pragma unroll
-    for (int c = 0; c < 8; ++c) {
-        const ValueSlope act = curve.pair(g[c]);
-        if constexpr (kGated) {
-            const ValueSlope lin = curve.linear_pair(l[c]);
-            if constexpr (!kCasts) dot = fmaf(dy[c], act.value * lin.value, dot);
-            const float up = kCasts ? dy[c] : dy[c] * s;
-            d[0][c] = up * lin.value * act.slope;
-            d[1][c] = up * act.value * lin.slope;
-        } else {
-            if constexpr (!kCasts) dot = fmaf(dy[c], act.value, dot);
-            d[0][c] = (kCasts ? dy[c] : dy[c] * s) * act.slope;
-        }
-    }
-    if (!kCasts && factor.dots != nullptr) {
-#pragma unroll
-        for (int lane = kPatches / 2; lane > 0; lane /= 2) dot += __shfl_xor_sync(kFullWarp, dot, lane);
-        // The first column of the tile is inside in every thread that stores.
-        if (threadIdx.x % kPatches == 0 && inside) factor.dots[row] = dot;
-    }
-}
-
-template <bool kCasts, bool kGated, Floating In>
-__device__ inline void differentiate8(const RowInputs<kGated, true, In>& in, const AnyCurve& any,
-                                      const RowFactor& factor, size_t row, bool inside,
-                                      float (&d)[Halves<kGated>::kCount][8]) {
-    with_curve<kGated>(any.kind, any.constants, [&](const auto& curve) {
-        differentiate8<kCasts, kGated, In>(in, curve, factor, row, inside, d);
-    });
-}
 
 // The tile at `row0` and `col0`, which lies transposed in shared memory and of which `rows` rows from the thread's
 // patch on are inside the tensor. Contains a barrier.

@@ -22,6 +22,7 @@ __all__ = [
     "WeightHandle",
     "activation",
     "activation_backward",
+    "activation_groups",
     "amax",
     "amax_mark_all_ran",
     "amax_participants",
@@ -431,6 +432,17 @@ def activation_backward(
     scales: tuple[Tensor | None, ...],
     /,
 ) -> None: ...
+def activation_groups(
+    x: Tensor,
+    dy: Tensor | None,
+    function: tuple[str, int, float, float, float, float, float],
+    splits: Tensor,
+    recipe: Recipe,
+    layouts: tuple[bool, bool],
+    slots: tuple[Tensor | None, Tensor | None],
+    row_scale: Tensor | None,
+    /,
+) -> list[Tensor | None]: ...
 def amax(x: Tensor, /) -> Tensor: ...
 def amax_mark_all_ran(forward: bool, /) -> None: ...
 def amax_participants(forward: bool, /) -> list[int]: ...

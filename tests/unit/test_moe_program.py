@@ -66,6 +66,30 @@ def test_bits_with_options(name, options):
     assert same_bits(mine, theirs)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"interleave": 32},
+        {"interleave": 64},
+        {"delay_wgrad_compute": True},
+        {"activation_recompute_in_mlp": True},
+        {"activation": "situglu"},
+        {"bias": True},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+@pytest.mark.parametrize("name", ["delayed", "block"])
+def test_bits_where_the_activation_quantises_in_both_directions(name, options):
+    """Half of the first products' columns are whole blocks of 128."""
+    if name == "delayed" and "activation_recompute_in_mlp" in options:
+        return
+    given = tensors(TOKENS, "cpu", kind="nan")
+    (mine, states), (theirs, other_states) = both(given, ALL[name](), steps=2, ffn=256, **options)
+    assert same_bits(mine, theirs)
+    if name == "delayed":
+        assert all(map(torch.equal, states[::2], other_states[::2]))
+
+
 @pytest.mark.parametrize("tokens", [1, 2, 129])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_bits_of_other_types_and_sizes(dtype, tokens):
@@ -113,23 +137,29 @@ def launches(block, which):
     return [text for text, _ in plan[which]]
 
 
-def test_rows_are_gathered_as_they_are_quantised():
-    block = make("cpu")
-    given = tensors(TOKENS, "cpu")
+@pytest.mark.parametrize("ffn", [144, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_rows_are_gathered_and_activated_as_they_are_quantised(dtype, ffn):
+    block = make("cpu", dtype, ffn)
+    given = tensors(TOKENS, "cpu", dtype)
     for name, weight in (("high", []), ("block", ["weight cast, if it changed"])):
         block._mixture.forget()
         step(block, given, ALL[name](), as_program=True)
         moved = ["permute"] if name == "high" else ["numbers of the permuted rows"]
         casts = [] if name == "high" else ["gather + cast + transpose"]
         own = [] if name == "high" else ["cast + transpose"]
+        act, act_back = ["activation", *own], ["activation backward", *own]
+        if name == "block" and dtype == torch.bfloat16:
+            act = ["activation + cast + transpose"]
+            act_back = ["activation backward + cast + transpose"] if ffn == 256 else act_back
         assert launches(block, "forward") == [
             *[*moved, *casts, *weight, "grouped gemm"],
-            *["activation", *own, *weight, "grouped gemm", "unpermute"],
+            *[*act, *weight, "grouped gemm", "unpermute"],
         ]
         back = ["unpermute backward"] if name == "high" else ["gather + cast + transpose"]
         assert launches(block, "backward") == [
             *[*back, "dgrad gemm", "wgrad gemm"],
-            *["activation backward", *own, "dgrad gemm", "wgrad gemm", "permute backward"],
+            *[*act_back, "dgrad gemm", "wgrad gemm", "permute backward"],
         ]
 
 
@@ -145,7 +175,10 @@ def test_explains_itself():
         or "gather + cast  [0: GroupedLinear]" in text
     )
     assert "grouped gemm + bias  [0: GroupedLinear]" in text
-    assert "activation  [1: ScaledSwiGLU]" in text
+    assert "activation + cast  [1: ScaledSwiGLU]" in text or (
+        "activation + cast + transpose  [1: ScaledSwiGLU]" in text
+    )
+    assert "gradients of the biases read it in high precision" in text
     assert "unpermute  [unpermute]" in text
 
 

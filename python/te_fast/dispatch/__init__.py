@@ -7,7 +7,7 @@ backend, tensors on a GPU on torch's current stream.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,6 +17,13 @@ from te_fast.dispatch.activations import (
     activation,
     activation_backward,
     activation_outputs,
+)
+from te_fast.dispatch.groups import (
+    QuantizedGroups,
+    Role,
+    activation_groups,
+    activation_groups_backward,
+    quantize_groups,
 )
 from te_fast.dispatch.launches import (
     Launch,
@@ -53,6 +60,8 @@ __all__ = [
     "QuantizedOperand",
     "activation",
     "activation_backward",
+    "activation_groups",
+    "activation_groups_backward",
     "activation_outputs",
     "auto_pad",
     "counters",
@@ -77,8 +86,6 @@ __all__ = [
     "reset_counters",
     "stage_times",
 ]
-
-Role = Literal["input", "weight", "grad"]
 
 
 class DeviceFacts(NamedTuple):
@@ -225,105 +232,6 @@ def quantize(
     dtype = get_fp8_torch_dtype(recipe, fprop_tensor=role != "grad")
     return QuantizedOperand(
         *parts[:4], dtype, blocks[block], x.shape[-1] if x.dim() else 1, parts[4]
-    )
-
-
-class QuantizedGroups(NamedTuple):
-    """Groups of rows in FP8, as :func:`grouped_gemm` takes them.
-
-    Attributes
-    ----------
-    rowwise_data : torch.Tensor or None
-        Bytes in row layout, of the shape of the tensor.
-    rowwise_scale_inv : torch.Tensor or None
-        Inverse scales: one for each group, or those of blocks.
-    columnwise_data : torch.Tensor or None
-        Bytes ``(cols, rows)`` with each group at a multiple of 128 and zeros behind it; of weights
-        ``(groups, cols, rows)``.
-    columnwise_scale_inv : torch.Tensor or None
-        Its inverse scales.
-
-    See Also
-    --------
-    quantize_groups : Makes them.
-    grouped_gemm : Takes them.
-
-    Examples
-    --------
-    >>> from te_fast import dispatch
-    >>> dispatch.QuantizedGroups._fields[0]
-    'rowwise_data'
-    """
-
-    rowwise_data: torch.Tensor | None
-    rowwise_scale_inv: torch.Tensor | None
-    columnwise_data: torch.Tensor | None
-    columnwise_scale_inv: torch.Tensor | None
-
-
-def quantize_groups(
-    x: torch.Tensor,
-    splits: torch.Tensor | None,
-    recipe: Recipe,
-    *,
-    role: Role = "input",
-    rowwise: bool = True,
-    columnwise: bool = False,
-    scale: torch.Tensor | None = None,
-    amax: torch.Tensor | None = None,
-) -> QuantizedGroups:
-    """Quantise the rows of every group to FP8, under scales of its own, in one pass.
-
-    The host does not read `splits`. If they count more rows than `x` has, the missing rows are left out. Rows of no
-    group are not written.
-
-    Parameters
-    ----------
-    x : torch.Tensor
-        float32, float16 or bfloat16 ``(rows, cols)``; without `splits` a stack of weights ``(groups, rows, cols)``.
-    splits : torch.Tensor, optional
-        int64 ``(groups,)``, the rows of each group, on the device of `x`.
-    recipe : Recipe
-        Delayed, current or block scaling.
-    role : {'input', 'weight', 'grad'}
-        Which of the recipe's quantisations applies.
-    rowwise, columnwise : bool
-        Layouts to write.
-    scale : torch.Tensor, optional
-        FP32 ``(groups,)``; delayed scaling needs it, and no other recipe takes one.
-    amax : torch.Tensor, optional
-        FP32 ``(groups,)`` that are raised to the groups' largest magnitudes (delayed scaling).
-
-    Returns
-    -------
-    QuantizedGroups
-        The bytes and inverse scales.
-
-    Raises
-    ------
-    ShapeError, DtypeError, UnsupportedError
-        If the tensor or the recipe does not fit.
-
-    See Also
-    --------
-    grouped_gemm : Takes the groups.
-    quantize : One tensor.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from te_fast import dispatch
-    >>> from te_fast.common.recipe import Float8CurrentScaling
-    >>> x = torch.tensor([[1.0], [2.0], [448.0]])
-    >>> dispatch.quantize_groups(x, torch.tensor([2, 1]), Float8CurrentScaling()).rowwise_data.shape
-    torch.Size([3, 1])
-    """
-    if not recipe.delayed() and (scale is not None or amax is not None):
-        message = f"quantize_groups: {type(recipe).__name__} makes its own scales; leave scale and amax out"
-        raise ShapeError(message)
-    form = native_recipe(recipe)
-    return QuantizedGroups(
-        *native.quantize_groups(x, splits, form, role, rowwise, columnwise, scale, amax)
     )
 
 

@@ -154,6 +154,8 @@ constants! {
         GATED_BACKWARD_SHARED: u32 = 56 << 10;
         /// The same of f32.
         GATED_BACKWARD_SHARED_F32: u32 = 80 << 10;
+        /// Of both directions of rows that belong to groups: a tile of the two halves.
+        GROUPS_SHARED: u32 = 64 << 10;
         /// Blocks of the gradient that one multiprocessor of a Hopper runs at once.
         BACKWARD_BLOCKS: u32 = 4;
         /// The same of a gated one of bf16.
@@ -176,6 +178,8 @@ constants! {
         CURVE_SITU: u32 = 6;
         /// Size of `ActivationBackwardParams`.
         ACTIVATION_BACKWARD_PARAMS_BYTES: usize = 240;
+        /// Size of `ActivationGroupsParams`.
+        ACTIVATION_GROUPS_PARAMS_BYTES: usize = 256;
         /// Size of `ActivationParams`.
         ACTIVATION_PARAMS_BYTES: usize = 200;
     }

@@ -222,7 +222,13 @@ macro_rules! images {
             /// Whether it is machine code of 9.0 alone, with the instructions that only Hopper has (`sm_90a`).
             #[must_use]
             pub const fn is_hopper_only(self) -> bool {
-                matches!(self, Self::GroupedFp8 | Self::Grouped16bit)
+                matches!(
+                    self,
+                    Self::GroupedFp8
+                        | Self::Grouped16bit
+                        | Self::ActivationGroups
+                        | Self::ActivationGroupsBackward
+                )
             }
 
             /// File under `cuda/`, without its extension.
@@ -255,6 +261,8 @@ images! {
     Pad = "moe/pad",
     Activation = "activation/activation",
     ActivationBackward = "activation/activation_backward",
+    ActivationGroups = "activation/activation_groups",
+    ActivationGroupsBackward = "activation/activation_groups_backward",
     Norm = "norm/norm",
     NormShort = "norm/norm_short",
     NormBackward = "norm/norm_backward",
@@ -353,6 +361,14 @@ kernels! {
     ActivationBackward(Float) "activation_backward" in ActivationBackward;
     /// The same of two halves.
     ActivationGatedBackward(Float) "activation_gated_backward" in ActivationBackward;
+    /// Gated activation of groups of rows of bf16 and their casts, one scale each.
+    ActivationCastGroups(Fp8) "activation_cast_groups" in ActivationGroups;
+    /// The same with 1 x 128 blocks.
+    ActivationCastBlockGroups(Fp8) "activation_cast_block_groups" in ActivationGroups;
+    /// Gradient of a gated activation of groups of rows of bf16 and its casts, one scale each.
+    ActivationBackwardCastGroups(Fp8) "activation_backward_cast_groups" in ActivationGroupsBackward;
+    /// The same with 1 x 128 blocks.
+    ActivationBackwardCastBlockGroups(Fp8) "activation_backward_cast_block_groups" in ActivationGroupsBackward;
     /// Normalisation of rows that registers hold.
     Norm(Float) "norm" in Norm;
     /// The same with FP8 in the transposed layout.
@@ -458,6 +474,8 @@ impl KernelId {
                 | Image::Pad
                 | Image::Activation
                 | Image::ActivationBackward
+                | Image::ActivationGroups
+                | Image::ActivationGroupsBackward
                 | Image::Norm
                 | Image::NormShort
                 | Image::NormBackward

@@ -36,6 +36,8 @@ mod _native {
     #[pymodule_export]
     use crate::direct::activation::{activation, activation_backward};
     #[pymodule_export]
+    use crate::direct::activation_groups::activation_groups;
+    #[pymodule_export]
     use crate::direct::dispatcher::{
         counters, cuda_driver_version, device_facts, inventory, load_kernels, record, recorded, release_memory,
         reset_counters, rows_to_pad, set_auto_pad, set_check_device, stage_clock, stage_nanoseconds,

@@ -3,6 +3,7 @@
 
 pub(crate) mod activation;
 pub(crate) mod activation_backward;
+pub(crate) mod activation_groups;
 pub(crate) mod affine;
 pub(crate) mod amax;
 pub(crate) mod cast;

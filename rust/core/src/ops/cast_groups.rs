@@ -84,7 +84,7 @@ impl GroupShape {
     }
 
     /// Tiles along the rows: as many as there can be.
-    const fn strips(&self) -> usize {
+    pub(crate) const fn strips(&self) -> usize {
         match self.division {
             Division::Counted => self.transposed_ld() / TILE,
             Division::Equal => self.groups * self.rows.div_ceil(TILE),
@@ -369,7 +369,7 @@ impl CastGroupsPlan {
     }
 
     /// Refuses buffers if one that the plan needs is missing or misaligned.
-    fn check(&self, b: &CastGroupsPointers<DevPtr<'_>>, is_host: bool) -> Result<()> {
+    pub(crate) fn check(&self, b: &CastGroupsPointers<DevPtr<'_>>, is_host: bool) -> Result<()> {
         let (spec, empty) = (&self.spec, self.is_empty());
         let counted = spec.shape.division == Division::Counted;
         let given = matches!(spec.scales, GroupScales::Given { .. });
@@ -397,7 +397,22 @@ impl CastGroupsPlan {
     #[inline]
     pub fn run(&self, target: &mut Target<'_>, buffers: &CastGroupsPointers<DevPtr<'_>>) -> Result<()> {
         self.check(buffers, target.is_host())?;
-        let (b, spec) = (buffers, &self.spec);
+        let (spec, params) = (&self.spec, self.params(buffers));
+        if self.takes_token_maxima() && !self.is_empty() {
+            let blocks = spec.tokens().div_ceil((THREADS / WARP) as usize) as u32;
+            launch(target, KernelId::AmaxTokens(spec.input), Grid::linear(blocks, THREADS), &params)?;
+        }
+        if self.parts != 0 {
+            let grid = Grid::linear(self.parts * spec.shape.groups as u32, THREADS);
+            launch(target, KernelId::AmaxGroups(spec.input), grid, &params)?;
+        }
+        launch(target, self.kernel, self.grid, &params)
+    }
+
+    /// The parameters of its launches.
+    #[inline]
+    pub(crate) fn params<'a>(&self, b: &CastGroupsPointers<DevPtr<'a>>) -> CastGroupsParams<'a> {
+        let spec = &self.spec;
         let GroupShape { groups, division, rows, cols } = spec.shape;
         let counted = division == Division::Counted;
         let given = matches!(spec.scales, GroupScales::Given { .. });
@@ -406,7 +421,7 @@ impl CastGroupsPlan {
             GroupScales::Current(ScaleRule { eps, pow2, .. }) | GroupScales::Block { eps, pow2 } => (eps, pow2),
         };
         let stride = if let GroupScales::Given { stride } = spec.scales { stride } else { 1 };
-        let params = CastGroupsParams {
+        CastGroupsParams {
             at: CastGroupsPointers {
                 out: b.out.when(spec.rowwise),
                 out_t: b.out_t.when(spec.columnwise),
@@ -433,16 +448,7 @@ impl CastGroupsPlan {
             fp8_max: spec.output.max(),
             gathers_all: u32::from(spec.gather.is_some_and(|gather| gather.all)),
             unused: 0,
-        };
-        if self.takes_token_maxima() && !self.is_empty() {
-            let blocks = spec.tokens().div_ceil((THREADS / WARP) as usize) as u32;
-            launch(target, KernelId::AmaxTokens(spec.input), Grid::linear(blocks, THREADS), &params)?;
         }
-        if self.parts != 0 {
-            let grid = Grid::linear(self.parts * groups as u32, THREADS);
-            launch(target, KernelId::AmaxGroups(spec.input), grid, &params)?;
-        }
-        launch(target, self.kernel, self.grid, &params)
     }
 }
 

@@ -3,6 +3,7 @@
 
 pub mod activation;
 pub mod activation_backward;
+pub mod activation_groups;
 pub mod affine;
 pub mod amax;
 pub mod cast;

@@ -228,9 +228,15 @@ impl Compiler<'_> {
         let kept = self.left.kept[index];
         let Kept::Activation { row_scale, .. } = kept else { return };
         let x = self.activation_input(index, &kept);
+        let wants_factors = row_scale.is_some() && self.facts.key.extras[self.facts.factors_of(link)].1;
+        let for_experts = self.experts_before(index, wants_factors);
+        if let Some(Ok(experts)) = for_experts {
+            let row_scale_grad = self.factor_grad(link, row_scale);
+            return self.activation_grad_for_experts(index, experts, [x, row_scale, row_scale_grad], grad);
+        }
         let producer = self.fp8_producer(index);
         if producer.is_none() {
-            self.note_unfused(index);
+            self.note_unfused(index, for_experts.and_then(std::result::Result::err));
         }
         let Fused { layouts: to, slot } =
             producer.map_or(Fused::NONE, |(linear, _)| Fused::of_grad(linear, self.grad_layouts(linear)));
@@ -305,13 +311,14 @@ impl Compiler<'_> {
         quantizes.then(|| (self.scratch(), rule))
     }
 
-    fn note_unfused(&mut self, index: usize) {
+    /// Notes why a gradient is quantised by a separate launch: for `reason`, or because of the scaling.
+    fn note_unfused(&mut self, index: usize, reason: Option<&'static str>) {
         let per_tensor = self.facts.recipe.as_ref().is_some_and(|recipe| !recipe.is_delayed());
-        if per_tensor && matches!(self.op_before(index), Some((_, Op::Linear { .. } | Op::Bias { .. }))) {
+        let behind_linear = matches!(self.op_before(index), Some((_, Op::Linear { .. } | Op::Bias { .. })));
+        let scaling = (per_tensor && behind_linear).then_some("only delayed scaling knows the scale beforehand");
+        if let Some(reason) = reason.or(scaling) {
             let label = self.facts.label(index);
-            self.out.notes.push(format!(
-                "the backward of {label} does not quantise: only delayed scaling knows the scale beforehand"
-            ));
+            self.out.notes.push(format!("the backward of {label} does not quantise: {reason}"));
         }
     }
 }

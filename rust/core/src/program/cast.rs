@@ -1,7 +1,7 @@
 //! The quantisation of an operand, for any number of rows.
 
 use crate::base::error::Result;
-use crate::ops::cast_groups::Gather;
+use crate::ops::cast_groups::{CastGroupsSpec, Gather};
 use crate::program::edge::{Edge, Kind, QuantizedKind, Rows};
 use crate::quant::quantizer::{QuantGroups, QuantPlan, QuantSpec};
 use crate::recipe::definition::{Block, Scaling};
@@ -47,6 +47,11 @@ impl Cast {
     /// The same for rows that are gathered from tokens.
     pub(crate) fn gathering(self, gather: Gather) -> Self {
         self.of_groups(self.spec.groups.map(|groups| QuantGroups { gather: Some(gather), ..groups }))
+    }
+
+    /// The cast of the rows of experts, for any number of rows; none for one tensor, and for blocks that no kernel takes.
+    pub(crate) fn groups_spec(&self) -> Option<CastGroupsSpec> {
+        self.spec.of_groups(self.spec.groups?).ok()
     }
 
     /// The value that it makes.

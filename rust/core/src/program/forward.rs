@@ -136,7 +136,7 @@ impl Compiler<'_> {
         let Op::Norm { kind, cols, eps, zero_centered_gamma } = link.op else { return };
         let fp8 = self.fp8_consumer(index + 1);
         if fp8.is_none() {
-            self.note_unfused(index, "norm");
+            self.note_unfused(index, "norm", None);
         }
         let high = fp8.is_none_or(|(_, handed_out)| handed_out);
         let stats = self.runs_backward(index);
@@ -245,15 +245,19 @@ impl Compiler<'_> {
         let link = &self.facts.chain.links()[index];
         let Op::Activation { function, interleave, scaled, cache_quantized_input, .. } = link.op else { return };
         let row_scale = if scaled { self.out.left.factors_of(link) } else { At::NONE };
-        let fp8 = self.fp8_consumer(index + 1);
-        if fp8.is_none() {
-            self.note_unfused(index, "activation");
-        }
-        let high = fp8.is_none_or(|(_, handed_out)| handed_out);
+        let for_experts = self.experts_behind(index);
         if self.runs_backward(index) {
             let quantized = cache_quantized_input.then(|| self.keep_in_fp8(index, value.high));
             self.out.left.kept[index] = Kept::Activation { x: value.high, quantized, row_scale };
         }
+        if let Some(Ok(experts)) = for_experts {
+            return self.activation_for_experts(index, experts, row_scale, value);
+        }
+        let fp8 = self.fp8_consumer(index + 1);
+        if fp8.is_none() {
+            self.note_unfused(index, "activation", for_experts.and_then(std::result::Result::err));
+        }
+        let high = fp8.is_none_or(|(_, handed_out)| handed_out);
         let Fused { layouts: to, slot } = fp8.map_or(Fused::NONE, |(linear, _)| self.fused(linear));
         let y = if high { self.place_of(index + 1) } else { At::NONE };
         let measured = self.measured(index + 1);

@@ -271,19 +271,22 @@ impl<'a> Compiler<'a> {
         quantizes.then(|| (self.scratch(), rule))
     }
 
-    /// Notes why a value is quantised by a separate launch.
-    pub(super) fn note_unfused(&mut self, index: usize, what: &str) {
+    /// Notes why a value is quantised by a separate launch: for `reason`, or because of the scaling.
+    pub(super) fn note_unfused(&mut self, index: usize, what: &str, reason: Option<&'static str>) {
         let (consumer, _) = self.consumer(index + 1);
         let Some(link) = self.link(consumer).filter(|link| matches!(link.op, Op::Linear { .. })) else { return };
-        let scaling = match self.facts.recipe.as_ref().map(|recipe| recipe.scaling) {
-            Some(Scaling::Current) => "current scaling needs the maximum of the whole tensor before it can quantise",
-            Some(Scaling::Block) => "block scaling quantises in blocks that span rows",
-            Some(Scaling::Delayed) if matches!(link.op, Op::Linear { groups: Some(_), .. }) => {
+        let reason = match (reason, self.facts.recipe.as_ref().map(|recipe| recipe.scaling)) {
+            (Some(reason), _) => reason,
+            (None, Some(Scaling::Current)) => {
+                "current scaling needs the maximum of the whole tensor before it can quantise"
+            }
+            (None, Some(Scaling::Block)) => "block scaling quantises in blocks that span rows",
+            (None, Some(Scaling::Delayed)) if matches!(link.op, Op::Linear { groups: Some(_), .. }) => {
                 "each expert has a scale of its own"
             }
             _ => return,
         };
-        let note = format!("{what} {} does not quantise for {}: {scaling}", self.facts.label(index), link.label);
+        let note = format!("{what} {} does not quantise for {}: {reason}", self.facts.label(index), link.label);
         self.out.notes.push(note);
     }
 

@@ -3,6 +3,7 @@
 //! A [`Chain`] lists ops, a [`ProgramKey`] describes a call, a [`Program`] is compiled for a key, and a
 //! [`SizedProgram`] runs for one row count. A call passes addresses ([`Bindings`]) and decides nothing.
 
+mod activation_groups;
 mod backward;
 mod backward_compiler;
 mod backward_linear;

@@ -9,6 +9,7 @@ use crate::gemm::problem::GemmPointers;
 use crate::launch::target::Target;
 use crate::ops::activation::{ActivationPlan, ActivationPointers};
 use crate::ops::activation_backward::{ActivationBackwardPlan, ActivationBackwardPointers};
+use crate::ops::activation_groups::{ActivationGroupsPlan, ActivationGroupsPointers};
 use crate::ops::affine::{AffinePlan, AffinePointers};
 use crate::ops::cast::{CastPlan, CastPointers};
 use crate::ops::cast_block::unpack_scales;
@@ -45,6 +46,7 @@ pub(crate) enum Planned {
     NormBackward(NormBackwardPlan, NormBackwardPointers<Cell>),
     Activation(ActivationPlan, ActivationPointers<Cell>),
     ActivationBackward(ActivationBackwardPlan, ActivationBackwardPointers<Cell>),
+    ActivationGroups(ActivationGroupsPlan, ActivationGroupsPointers<Cell>),
     Affine(AffinePlan, AffinePointers<Cell>),
     ColumnSums(CastPlan, CastPointers<Cell>),
     Dequantize(DequantizePlan, DequantizePointers<Cell>),
@@ -83,6 +85,7 @@ impl Planned {
             Self::NormBackward(plan, at) => plan.run(target, &at.map(get)),
             Self::Activation(plan, at) => plan.run(target, &at.map(get)),
             Self::ActivationBackward(plan, at) => plan.run(target, &at.map(get)),
+            Self::ActivationGroups(plan, at) => plan.run(target, &at.map(get)),
             Self::Affine(plan, at) => plan.run(target, &at.map(get)),
             Self::ColumnSums(plan, at) => plan.run(target, &at.map(get)),
             Self::Dequantize(plan, at) => plan.run(target, &at.map(get)),

@@ -4,6 +4,7 @@ use crate::base::error::{Error, Result};
 use crate::gemm::problem::GemmPointers;
 use crate::ops::activation::{ActivationPlan, ActivationSpec};
 use crate::ops::activation_backward::{ActivationBackwardPlan, ActivationBackwardSpec};
+use crate::ops::activation_groups::ActivationGroupsPlan;
 use crate::ops::affine::{AffinePlan, AffineSpec};
 use crate::ops::cast::{CastPlan, CastSpec};
 use crate::ops::dequantize::{DequantizePlan, DequantizeSpec};
@@ -105,7 +106,9 @@ impl<'a> Sizing<'a> {
                 Ok(Planned::Handover { table: self.cell(*table), slots, after: *after })
             }
             Work::Norm { .. } | Work::NormBackward { .. } => self.norm(&step.work, rows),
-            Work::Activation { .. } | Work::ActivationBackward { .. } => self.activation(&step.work, rows),
+            Work::Activation { .. } | Work::ActivationBackward { .. } | Work::ActivationGroups { .. } => {
+                self.activation(&step.work, rows)
+            }
             Work::Affine { .. }
             | Work::ColumnSums { .. }
             | Work::Dequantize { .. }
@@ -205,6 +208,17 @@ impl<'a> Sizing<'a> {
                 self.casts(at.out, plan.out_bytes(), at.out_t, plan.out_t_bytes(), at.scale_inv);
                 self.writes(at.measured, SCALE_BYTES);
                 Ok(Planned::ActivationBackward(plan, at.map(|&at| self.cell(at))))
+            }
+            Work::ActivationGroups { spec, at } => {
+                let plan = ActivationGroupsPlan::new(spec.with_rows(rows))?;
+                let cast = plan.cast();
+                self.writes(at.out, cast.out_bytes());
+                self.writes(at.scale_inv, cast.scale_bytes());
+                self.writes(at.out_t, cast.out_t_bytes());
+                self.writes(at.scale_inv_t, cast.scale_t_bytes());
+                self.writes(at.row_scale_grad, plan.row_scale_grad_bytes());
+                self.writes(at.sums, plan.sums_bytes());
+                Ok(Planned::ActivationGroups(plan, at.map(|&at| self.cell(at))))
             }
             _ => Err(Error::state(OP, "not an activation")),
         }

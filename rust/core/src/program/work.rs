@@ -3,6 +3,7 @@
 use crate::gemm::problem::GemmPointers;
 use crate::ops::activation::{ActivationPointers, ActivationSpec};
 use crate::ops::activation_backward::{ActivationBackwardPointers, ActivationBackwardSpec};
+use crate::ops::activation_groups::{ActivationGroupsPointers, ActivationGroupsSpec};
 use crate::ops::affine::{AffinePointers, AffineSpec};
 use crate::ops::cast::{CastPointers, CastSpec};
 use crate::ops::dequantize::{DequantizePointers, DequantizeSpec};
@@ -66,6 +67,11 @@ pub(crate) enum Work {
     ActivationBackward {
         spec: ActivationBackwardSpec,
         at: ActivationBackwardPointers<At>,
+    },
+    /// An activation of experts' rows, or its gradient, with the cast for the experts' linear op.
+    ActivationGroups {
+        spec: ActivationGroupsSpec,
+        at: ActivationGroupsPointers<At>,
     },
     Affine {
         spec: AffineSpec,
@@ -144,6 +150,7 @@ impl Work {
             Self::NormBackward { at, .. } => at.each(visit),
             Self::Activation { at, .. } => at.each(visit),
             Self::ActivationBackward { at, .. } => at.each(visit),
+            Self::ActivationGroups { at, .. } => at.each(visit),
             Self::Affine { at, .. } => at.each(visit),
             Self::ColumnSums { at, .. } => at.each(visit),
             Self::Dequantize { at, .. } => at.each(visit),

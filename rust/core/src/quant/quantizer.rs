@@ -60,6 +60,35 @@ pub struct QuantSpec {
     pub processors: u32,
 }
 
+impl QuantSpec {
+    /// The cast of the rows of groups. Checks the blocks: the kernels take only those of the groups' matrix products.
+    ///
+    /// # Errors
+    /// A recipe that no kernel here runs.
+    pub fn of_groups(&self, groups: QuantGroups) -> Result<CastGroupsSpec> {
+        let Quantization { power_2_scale: pow2, amax_epsilon: eps, block } = self.quantization;
+        let scales = match (self.scaling, groups.division, block) {
+            (Scaling::Delayed, ..) => GroupScales::Given { stride: groups.slots },
+            (Scaling::Current, ..) => GroupScales::Current(ScaleRule { output: self.output, eps, pow2 }),
+            (Scaling::Block, Division::Counted, Block::Row) | (Scaling::Block, Division::Equal, Block::Square) => {
+                GroupScales::Block { eps, pow2 }
+            }
+            (Scaling::Block, ..) => {
+                let message = "experts take blocks of 1x128 of inputs and gradients and of 128x128 of weights; leave the recipe's block dimensions at their defaults";
+                return Err(Error::unsupported(OP, message));
+            }
+            (other, ..) => {
+                return Err(Error::unsupported(OP, format!("{other:?} scaling does not run on this device")));
+            }
+        };
+        let QuantSpec { rows, cols, input, output, usage, processors, .. } = *self;
+        let shape = GroupShape { groups: groups.count, division: groups.division, rows, cols };
+        let (rowwise, columnwise) = (usage.rowwise, usage.columnwise);
+        let gather = groups.gather;
+        Ok(CastGroupsSpec { shape, input, output, scales, rowwise, columnwise, gather, processors })
+    }
+}
+
 pointers! {
     /// Pointers of one quantisation.
     pub struct QuantPointers {
@@ -122,7 +151,7 @@ impl QuantPlan {
     /// A recipe that no kernel here runs, or sizes beyond what a launch can index.
     pub fn new(spec: &QuantSpec) -> Result<Self> {
         if let Some(groups) = spec.groups {
-            return Ok(Self::measure(Steps::Groups(groups_plan(spec, groups)?)));
+            return Ok(Self::measure(Steps::Groups(CastGroupsPlan::new(spec.of_groups(groups)?)?)));
         }
         let cast = |reverse| {
             CastPlan::new(CastSpec {
@@ -334,28 +363,6 @@ const fn of_groups<'a>(
     let &QuantPointers { x, row: out, col: out_t, scale, col_scale: scale_inv_t, amax, noop, splits, numbers, .. } = io;
     let token_max = DevPtr::null();
     CastGroupsPointers { x, out, out_t, scale, scale_inv, scale_inv_t, amax, noop, splits, partial, token_max, numbers }
-}
-
-/// Checks the blocks: the kernels for groups take only those of the groups' matrix products.
-fn groups_plan(spec: &QuantSpec, groups: QuantGroups) -> Result<CastGroupsPlan> {
-    let Quantization { power_2_scale: pow2, amax_epsilon: eps, block } = spec.quantization;
-    let scales = match (spec.scaling, groups.division, block) {
-        (Scaling::Delayed, ..) => GroupScales::Given { stride: groups.slots },
-        (Scaling::Current, ..) => GroupScales::Current(ScaleRule { output: spec.output, eps, pow2 }),
-        (Scaling::Block, Division::Counted, Block::Row) | (Scaling::Block, Division::Equal, Block::Square) => {
-            GroupScales::Block { eps, pow2 }
-        }
-        (Scaling::Block, ..) => {
-            let message = "experts take blocks of 1x128 of inputs and gradients and of 128x128 of weights; leave the recipe's block dimensions at their defaults";
-            return Err(Error::unsupported(OP, message));
-        }
-        (other, ..) => return Err(Error::unsupported(OP, format!("{other:?} scaling does not run on this device"))),
-    };
-    let QuantSpec { rows, cols, input, output, usage, processors, .. } = *spec;
-    let shape = GroupShape { groups: groups.count, division: groups.division, rows, cols };
-    let (rowwise, columnwise) = (usage.rowwise, usage.columnwise);
-    let gather = groups.gather;
-    CastGroupsPlan::new(CastGroupsSpec { shape, input, output, scales, rowwise, columnwise, gather, processors })
 }
 
 fn block_plan(spec: &QuantSpec) -> Result<CastBlockPlan> {

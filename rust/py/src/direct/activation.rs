@@ -23,7 +23,7 @@ pub(crate) struct FunctionArguments {
     #[pyo3(item(0))]
     name: String,
     #[pyo3(item(1))]
-    interleave: usize,
+    pub(crate) interleave: usize,
     #[pyo3(item(2))]
     limit: f32,
     #[pyo3(item(3))]
@@ -37,7 +37,7 @@ pub(crate) struct FunctionArguments {
 }
 
 impl FunctionArguments {
-    fn activation(&self, op: &'static str) -> PyResult<Activation> {
+    pub(crate) fn activation(&self, op: &'static str) -> PyResult<Activation> {
         let &Self { limit, alpha, offset, beta1, beta2, .. } = self;
         activation_of(op, &self.name, &Constants { limit, alpha, offset, beta1, beta2 })
     }

@@ -1,6 +1,7 @@
 //! `te_fast.dispatch` and the MoE functions: one call, one op.
 
 pub(crate) mod activation;
+pub(crate) mod activation_groups;
 pub(crate) mod call;
 pub(crate) mod dispatcher;
 pub(crate) mod gemm;

@@ -47,9 +47,9 @@ pub(crate) fn quantize_groups<'py>(
     let Some(input) = view.dtype().as_float() else {
         return Err(Error::dtype(OP, "x", "float32, float16 or bfloat16", view.dtype())).python();
     };
-    let (shape, counts) = shape_of(state, &view, splits)?;
-    let scale = slots(state, scale, "scale", &view, shape.groups)?;
-    let amax = slots(state, amax, "amax", &view, shape.groups)?;
+    let (shape, counts) = shape_of(state, OP, &view, splits)?;
+    let scale = slots(state, OP, scale, "scale", &view, shape.groups)?;
+    let amax = slots(state, OP, amax, "amax", &view, shape.groups)?;
     if recipe.is_delayed() && scale.is_null() {
         return Err(Error::value(OP, "delayed scaling needs the scales of the groups")).python();
     }
@@ -69,30 +69,7 @@ pub(crate) fn quantize_groups<'py>(
         processors,
     })
     .python()?;
-    let size = |sizes: &[usize]| sizes.iter().map(|&size| size as i64).collect::<Vec<_>>();
-    let scales = |rows: usize, cols: usize| match (plan.shares_scale(), division) {
-        (true, _) => size(&[groups]),
-        (false, Division::Counted) => size(&scale_shape(BlockShape::OneDimensional, rows, cols)),
-        (false, Division::Equal) => {
-            let [lines, pitch] = scale_shape(BlockShape::TwoDimensional, rows, cols);
-            size(&[groups, lines, pitch])
-        }
-    };
-    let ld = shape.transposed_ld();
-    let transposed = match division {
-        Division::Counted => size(&[cols, ld]),
-        Division::Equal => size(&[groups, cols, ld]),
-    };
-    let make = |wanted: bool, size: &[i64], dtype| wanted.then(|| call.empty(size, dtype)).transpose();
-    let row = make(rowwise, view.shape(), DType::U8)?;
-    let row_scale = make(rowwise, &scales(rows, cols), DType::F32)?;
-    let col = make(columnwise, &transposed, DType::U8)?;
-    let col_scale = if rowwise && plan.shares_scale() && columnwise {
-        row_scale.clone()
-    } else {
-        let rows = if division == Division::Counted { ld } else { rows };
-        make(columnwise, &scales(cols, rows), DType::F32)?
-    };
+    let [row, row_scale, col, col_scale] = outputs(&call, &shape, plan.shares_scale(), (rowwise, columnwise))?;
     let io = QuantPointers {
         x: view.data(),
         row: call.pointer(row.as_ref())?,
@@ -111,44 +88,81 @@ pub(crate) fn quantize_groups<'py>(
     Ok([row, row_scale, col, col_scale])
 }
 
+/// Memory for row data, row scales, column data and column scales, if they are wanted.
+pub(crate) fn outputs<'py>(
+    call: &DirectCall<'_, 'py>,
+    shape: &GroupShape,
+    shares_scale: bool,
+    (rowwise, columnwise): (bool, bool),
+) -> PyResult<[Option<Bound<'py, PyAny>>; 4]> {
+    let &GroupShape { groups, division, rows, cols } = shape;
+    let size = |sizes: &[usize]| sizes.iter().map(|&size| size as i64).collect::<Vec<_>>();
+    let scales = |rows: usize, cols: usize| match (shares_scale, division) {
+        (true, _) => size(&[groups]),
+        (false, Division::Counted) => size(&scale_shape(BlockShape::OneDimensional, rows, cols)),
+        (false, Division::Equal) => {
+            let [lines, pitch] = scale_shape(BlockShape::TwoDimensional, rows, cols);
+            size(&[groups, lines, pitch])
+        }
+    };
+    let ld = shape.transposed_ld();
+    let (data, transposed) = match division {
+        Division::Counted => (size(&[rows, cols]), size(&[cols, ld])),
+        Division::Equal => (size(&[groups, rows, cols]), size(&[groups, cols, ld])),
+    };
+    let make = |wanted: bool, size: &[i64], dtype| wanted.then(|| call.empty(size, dtype)).transpose();
+    let row = make(rowwise, &data, DType::U8)?;
+    let row_scale = make(rowwise, &scales(rows, cols), DType::F32)?;
+    let col = make(columnwise, &transposed, DType::U8)?;
+    let col_scale = if rowwise && shares_scale && columnwise {
+        row_scale.clone()
+    } else {
+        let rows = if division == Division::Counted { ld } else { rows };
+        make(columnwise, &scales(cols, rows), DType::F32)?
+    };
+    Ok([row, row_scale, col, col_scale])
+}
+
 /// The groups of `x`, and the address of their counts.
-fn shape_of<'a>(
+pub(crate) fn shape_of<'a>(
     state: &State,
+    op: &'static str,
     x: &TensorView<'_>,
     splits: Option<&'a Bound<'_, PyAny>>,
 ) -> PyResult<(GroupShape, DevPtr<'a>)> {
     let dims = if splits.is_some() { 2 } else { 3 };
     if x.shape().len() != dims {
         let expected = if dims == 2 { "(rows, cols), with splits" } else { "(groups, rows, cols), without splits" };
-        return Err(Error::shape(OP, "x", expected, format!("{:?}", x.shape()))).python();
+        return Err(Error::shape(op, "x", expected, format!("{:?}", x.shape()))).python();
     }
     let size = |dim: usize| x.shape()[dim] as usize;
     let Some(splits) = splits else {
         let shape = GroupShape { groups: size(0), division: Division::Equal, rows: size(1), cols: size(2) };
         return Ok((shape, DevPtr::null()));
     };
-    let counts = contiguous(state, splits, OP, "splits")?;
+    let counts = contiguous(state, splits, op, "splits")?;
     if counts.dtype() != DType::I64 || counts.shape().len() != 1 || counts.device() != x.device() {
         let got = format!("{} of shape {:?} on {}", counts.dtype(), counts.shape(), counts.device());
-        return Err(Error::shape(OP, "splits", format!("int64 (groups,) on {}", x.device()), got)).python();
+        return Err(Error::shape(op, "splits", format!("int64 (groups,) on {}", x.device()), got)).python();
     }
     let groups = counts.numel();
     Ok((GroupShape { groups, division: Division::Counted, rows: size(0), cols: size(1) }, counts.data()))
 }
 
 /// One f32 for each group, or null.
-fn slots<'a>(
+pub(crate) fn slots<'a>(
     state: &State,
+    op: &'static str,
     tensor: Option<&'a Bound<'_, PyAny>>,
     what: &'static str,
     x: &TensorView<'_>,
     groups: usize,
 ) -> PyResult<DevPtr<'a>> {
     let Some(tensor) = tensor else { return Ok(DevPtr::null()) };
-    let view = contiguous(state, tensor, OP, what)?;
+    let view = contiguous(state, tensor, op, what)?;
     if view.dtype() != DType::F32 || view.numel() != groups || view.device() != x.device() {
         let got = format!("{} of shape {:?} on {}", view.dtype(), view.shape(), view.device());
-        return Err(Error::shape(OP, what, format!("{groups} float32 on {}", x.device()), got)).python();
+        return Err(Error::shape(op, what, format!("{groups} float32 on {}", x.device()), got)).python();
     }
     Ok(view.data())
 }
