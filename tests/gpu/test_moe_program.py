@@ -38,16 +38,18 @@ def dirty_scratch(block, recipe):
     step(block, given, recipe, as_program=True)
 
 
+@pytest.mark.parametrize("options", [{}, {"ffn": 256}, {"ffn": 256, "interleave": 32}], ids=str)
 @pytest.mark.parametrize("tokens", [1, 150, 1027])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ALL)
-def test_bits_of_the_parts(name, kind, tokens):
+def test_bits_of_the_parts(name, kind, tokens, options):
+    """With the second width, the gradient of the activation is quantised as it is computed."""
     if tokens == 1 and kind != "even":
         return
     recipe, given = ALL[name](), tensors(tokens, "cuda", kind=kind)
     results = []
     for as_program in (True, False):
-        block = make("cuda")
+        block = make("cuda", **options)
         if as_program and name != "delayed":  # its maxima would come from the NaN
             dirty_scratch(block, recipe)
         runs = []
