@@ -152,10 +152,16 @@ def check_by_torch(found, values, splits, recipe, slots, *, gradient):
         data = found.rowwise_data[first : first + rows]
         columns = found.columnwise_data[:, padded : padded + rows]
         if not block:
-            kept = ref.quantize_per_tensor(own, slots["scale"][group].cpu(), fmt)
+            amax = ref.amax_of(own)
+            if recipe.delayed():
+                scale = slots["scale"][group].cpu()
+                assert slots["amax"][group] == max(amax.item(), 0.5)
+            else:
+                scale = ref.amax_to_scale(amax, {"e4m3": 448.0, "e5m2": 57344.0}[fmt])
+            kept = ref.quantize_per_tensor(own, scale, fmt)
+            assert found.rowwise_scale_inv[group] == ref.reciprocal(scale)
             assert same_bits(data, kept)
             assert same_bits(columns, kept.t())
-            assert slots["amax"][group] == max(ref.amax_of(own).item(), 0.5)
             continue
         kept, inverse = ref.quantize_1d(own, fmt)
         assert same_bits(data, kept)

@@ -3,20 +3,43 @@
 //
 //   y[r][c] = bf16(act(g[r][c]) * lin(l[r][c]) * s[r])     g and l the halves of x, s is 1 without row_scale
 //
+//   activation_amax_groups        partial[e][part] = max |y| over a part of the group's rows
 //   activation_cast_groups        y as cast_groups casts it
 //   activation_cast_block_groups  y as cast_block_groups_1d casts it        (both of quantize/cast_groups.cu)
 //
-// Launch: as the casts of counted groups; 256 threads, 64 KiB of dynamic shared memory.
+// Launch: as the casts of counted groups; 256 threads, 64 KiB of dynamic shared memory. activation_amax_groups: parts *
+//         groups blocks of 256 threads.
 // Needs:  contiguous x, 16-byte aligned; out 8-byte aligned; cols and interleave multiples of 8. The rest as the casts.
-// Moves:  4 bytes per element of y, 1 byte per element and layout, and the scales.
+// Moves:  4 bytes per element of y, 1 byte per element and layout, and the scales; activation_amax_groups 4 bytes.
 
 #include "activation/groups.cuh"
 
 namespace te_fast::activation {
 
+// Eight elements of a row times the row's factor.
+template <typename Kind>
+__device__ inline void activate_row(const ActivationGroupsParams& p, const RowInputs<true, false, bf16>& in,
+                                    const Kind& curve, uint64_t row, bool inside, float (&y)[8]) {
+    activate8<true, bf16>(in, curve, y);
+    if (p.row_scale == nullptr || !inside) return;
+    const float s = load_float(p.row_scale, row, p.row_scale_kind);
+#pragma unroll
+    for (int c = 0; c < 8; ++c) y[c] *= s;
+}
+
+__device__ void amax_groups(const ActivationGroupsParams& p) {
+    with_curve<true>(p.curve, p.constants, [&](const auto& curve) {
+        write_part(p, max_of_part<false>(p, [&](const auto& in, uint64_t row, bool inside) {
+                       float y[8], amax = 0.0f;
+                       activate_row(p, in, curve, row, inside, y);
+                       absmax_into(amax, y);
+                       return amax;
+                   }));
+    });
+}
+
 template <bool kBlocks, Fp8 Out>
 __device__ void activate_groups(const ActivationGroupsParams& p) {
-    if (quantize::is_noop(p.cast)) return;
     extern __shared__ __align__(ptx::kCopyAlign) uint4 dynamic[];
     auto& shared = *reinterpret_cast<GroupsShared*>(dynamic);
     if constexpr (!kBlocks) write_inverse_scales(p.cast);
@@ -25,8 +48,7 @@ __device__ void activate_groups(const ActivationGroupsParams& p) {
     const TilePlace place = tile.place(p.cast.cols);
     const PatchPlace<true> patch(place, {p.cast.cols, p.interleave});
     ask_halves(static_cast<const bf16*>(p.cast.x) + tile.group.first * 2 * p.cast.cols, patch, shared);
-    float scale = 0.0f;
-    if constexpr (!kBlocks) scale = shared_scale(p.cast, tile.group.index);
+    if constexpr (!kBlocks) find_scale(p.cast, tile.group.index);
     with_curve<true>(p.curve, p.constants, [&](const auto& curve) {
 #pragma unroll 1
         for (int i = 0; i < kPatch; ++i) {
@@ -35,17 +57,18 @@ __device__ void activate_groups(const ActivationGroupsParams& p) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) in.tensor[half].word[0] = shared.half[half][i][threadIdx.x];
             float y[8];
-            activate8<true, bf16>(in, curve, y);
             const bool inside = i < patch.rows;
-            if (p.row_scale != nullptr && inside) {
-                const float s = load_float(p.row_scale, tile.group.first + place.row(i), p.row_scale_kind);
-#pragma unroll
-                for (int c = 0; c < 8; ++c) y[c] *= s;
-            }
+            activate_row(p, in, curve, tile.group.first + place.row(i), inside, y);
             shared.half[0][i][threadIdx.x] = (inside ? pack8<bf16>(y) : zero8<bf16>()).word[0];
         }
     });
-    cast_results<kBlocks, Out>(p.cast, tile, tile.col, 0, scale, shared);
+    cast_results<kBlocks, Out>(p.cast, tile, tile.col, 0, shared);
+}
+
+extern "C" __global__ void __launch_bounds__(kTileThreads, kMaximaBlocks)
+    activation_amax_groups(const __grid_constant__ ActivationGroupsParams p) {
+    ptx::wait_for_prior_grids();
+    amax_groups(p);
 }
 
 #define INSTANCE(symbol, blocks, out)                                         \

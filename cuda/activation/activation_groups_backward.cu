@@ -4,6 +4,7 @@
 //
 //   dx[r][..] = bf16(dg, dl)     ds[r]     as activation_backward.cu has them
 //
+//   activation_backward_amax_groups        partial[e][part] = max |dx| over a part of the group's rows
 //   activation_backward_cast_groups        dx as cast_groups casts it
 //   activation_backward_cast_block_groups  dx as cast_block_groups_1d casts it        (both of quantize/cast_groups.cu)
 //
@@ -14,10 +15,12 @@
 // tiles.
 //
 // Launch: as the casts of counted groups, tiles of the forward's result; 256 threads, 64 KiB of dynamic shared memory.
+//         activation_backward_amax_groups: parts * groups blocks of 256 threads.
 // Needs:  contiguous dy and x, 16-byte aligned; out 8-byte aligned; half of the columns of dx a multiple of 128,
 //         interleave a divisor of 128 that 8 divides, or a multiple of 128. counters zeroed once at allocation, they
 //         are zero again after each launch. The rest as the casts.
 // Moves:  6 bytes per element of dy, 2 bytes per element and layout, the scales; ds adds 8 bytes per row and tile.
+//         activation_backward_amax_groups: 6 bytes.
 
 #include "activation/groups.cuh"
 #include "tile/column_sums.cuh"
@@ -48,9 +51,21 @@ __device__ inline void sum_tiles(const ActivationGroupsParams& p, const GroupTil
     }
 }
 
+__device__ void amax_groups(const ActivationGroupsParams& p) {
+    const RowFactor factor{p.row_scale, p.row_scale_kind, nullptr};
+    with_curve<true>(p.curve, p.constants, [&](const auto& curve) {
+        write_part(p, max_of_part<true>(p, [&](const auto& in, uint64_t row, bool inside) {
+                       float d[2][8], amax = 0.0f;
+                       differentiate8<false, true, bf16>(in, curve, factor, row, inside, d);
+                       absmax_into(amax, d[0]);
+                       absmax_into(amax, d[1]);
+                       return amax;
+                   }));
+    });
+}
+
 template <bool kBlocks, Fp8 Out>
 __device__ void differentiate_groups(const ActivationGroupsParams& p) {
-    if (quantize::is_noop(p.cast)) return;
     extern __shared__ __align__(ptx::kCopyAlign) uint4 dynamic[];
     auto& shared = *reinterpret_cast<GroupsShared*>(dynamic);
     if constexpr (!kBlocks) write_inverse_scales(p.cast);
@@ -65,17 +80,18 @@ __device__ void differentiate_groups(const ActivationGroupsParams& p) {
         const PatchPlace<false> dy_patch(place, {cols, 0});
         const bf16* dy = static_cast<const bf16*>(p.dy) + tile.group.first * cols;
         ask_halves(static_cast<const bf16*>(p.cast.x) + tile.group.first * p.cast.cols, patch, shared);
+        if constexpr (!kBlocks) find_scale(p.cast, tile.group.index);
         Raw8<bf16> next = load_row8<true>(dy, dy_patch, 0, 0);
         const RowFactor factor{p.row_scale, p.row_scale_kind,
                                p.drow_scale == nullptr ? nullptr : p.sums + tile.col * p.cast.rows};
         // The columns of a row stay with the half of a warp that has the row.
         const ResultTiles tiles{static_cast<uint32_t>(cols), alternate ? p.interleave : 0};
-        uint4* to[2];
+        uint32_t to[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const uint32_t column = tiles.column(place.patch_col * kPatch, half);
             const uint32_t thread = place.patch_row * kPatches + column % kTile / kPatch;
-            to[half] = &shared.half[column / kTile][0][thread];
+            to[half] = column / kTile * kPatch * kTileThreads + thread;
         }
         with_curve<true>(p.curve, p.constants, [&](const auto& curve) {
 #pragma unroll 1
@@ -92,20 +108,24 @@ __device__ void differentiate_groups(const ActivationGroupsParams& p) {
                 __syncwarp();  // the row has been read
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    to[half][i * kTileThreads] = (inside ? pack8<bf16>(d[half]) : zero8<bf16>()).word[0];
+                    shared.slot[to[half] + i * kTileThreads] = (inside ? pack8<bf16>(d[half]) : zero8<bf16>()).word[0];
                 }
             }
         });
         __syncwarp();
     }
-    float scale = 0.0f;
-    if constexpr (!kBlocks) scale = shared_scale(p.cast, tile.group.index);
 #pragma unroll 1
     for (int half = 0; half < 2; ++half) {
         const uint32_t tile_col = alternate ? 2 * tile.col + half : halves.column(tile.col * kTile, half) / kTile;
-        cast_results<kBlocks, Out>(p.cast, tile, tile_col, half, scale, shared);
+        cast_results<kBlocks, Out>(p.cast, tile, tile_col, half, shared);
     }
     if (p.drow_scale != nullptr) sum_tiles(p, tile);
+}
+
+extern "C" __global__ void __launch_bounds__(kTileThreads, kMaximaBlocks)
+    activation_backward_amax_groups(const __grid_constant__ ActivationGroupsParams p) {
+    ptx::wait_for_prior_grids();
+    amax_groups(p);
 }
 
 #define INSTANCE(symbol, blocks, out)                                         \

@@ -1,5 +1,5 @@
-// The walk over groups of rows, tile by tile, and the scales of the groups: for casts of tensors (cast_groups.cu) and of
-// activations (activation/activation_groups*.cu).
+// The walk over groups of rows, tile by tile, and the scales of the groups: for casts of tensors (cast_groups.cu) and
+// of activations (activation/activation_groups*.cu).
 #pragma once
 
 #include "quantize/block.cuh"

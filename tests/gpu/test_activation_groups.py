@@ -29,7 +29,6 @@ from te_fast.dispatch import ActivationFunction  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
-NAMES = ["delayed", "block"]
 LONG = [*SPLITS, [0, 4096, 1, 0, 130], [16] * 65, [3] * 1024]
 
 
@@ -61,7 +60,7 @@ def check(found, wanted, case, *, block):
 @pytest.mark.parametrize(
     "splits", LONG, ids=lambda splits: f"{len(splits)} groups of {max(splits)}"
 )
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", RECIPES)
 def test_has_the_bits_of_two_launches(name, splits, function):
     recipe = RECIPES[name]()
     for cols in (128, 256, 144, 136, 16, 2048):
@@ -82,7 +81,7 @@ def test_has_the_bits_of_two_launches(name, splits, function):
 @pytest.mark.parametrize(
     "splits", LONG, ids=lambda splits: f"{len(splits)} groups of {max(splits)}"
 )
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", RECIPES)
 def test_against_torch(name, splits, interleave):
     recipe = RECIPES[name]()
     case = Case(splits, 256, ActivationFunction("reglu", interleave), device="cuda")
@@ -110,7 +109,7 @@ def check_factors(case, found):
     assert ((found.double() - (y * dy).sum(1)).abs() <= room)[:rows].all()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", RECIPES)
 def test_rows_of_no_group_are_left_alone(name):
     recipe = RECIPES[name]()
     case = Case([100, 0, 130], 128, ActivationFunction("swiglu"), behind=200, device="cuda")
@@ -121,7 +120,7 @@ def test_rows_of_no_group_are_left_alone(name):
             assert factors[230:].isnan().all()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", RECIPES)
 def test_one_layout(name):
     recipe = RECIPES[name]()
     case = Case([100, 0, 130], 256, ActivationFunction("swiglu", 32), device="cuda")

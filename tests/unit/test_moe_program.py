@@ -8,6 +8,7 @@ import torch
 
 import te_fast
 import te_fast.pytorch as te
+from recipes import RECIPES
 from routed import ALL, EXPERTS, KINDS, TOPK, make, same_bits, step, tensors
 from te_fast.experts import mixture as mixture_module
 from te_fast.runtime import native
@@ -78,7 +79,7 @@ def test_bits_with_options(name, options):
     ],
     ids=lambda options: next(iter(options)),
 )
-@pytest.mark.parametrize("name", ["delayed", "block"])
+@pytest.mark.parametrize("name", RECIPES)
 def test_bits_where_the_activation_quantises_in_both_directions(name, options):
     """Half of the first products' columns are whole blocks of 128."""
     if name == "delayed" and "activation_recompute_in_mlp" in options:
@@ -142,14 +143,15 @@ def launches(block, which):
 def test_rows_are_gathered_and_activated_as_they_are_quantised(dtype, ffn):
     block = make("cpu", dtype, ffn)
     given = tensors(TOKENS, "cpu", dtype)
-    for name, weight in (("high", []), ("block", ["weight cast, if it changed"])):
+    cast_weight = ["weight cast, if it changed"]
+    for name, weight in (("high", []), ("current", cast_weight), ("block", cast_weight)):
         block._mixture.forget()
         step(block, given, ALL[name](), as_program=True)
         moved = ["permute"] if name == "high" else ["numbers of the permuted rows"]
         casts = [] if name == "high" else ["gather + cast + transpose"]
         own = [] if name == "high" else ["cast + transpose"]
         act, act_back = ["activation", *own], ["activation backward", *own]
-        if name == "block" and dtype == torch.bfloat16:
+        if name != "high" and dtype == torch.bfloat16:
             act = ["activation + cast + transpose"]
             act_back = ["activation backward + cast + transpose"] if ffn == 256 else act_back
         assert launches(block, "forward") == [

@@ -134,7 +134,8 @@ def activation_groups(
 ) -> QuantizedGroups:
     """Apply a gated activation to the rows of every group and quantise the result to FP8, in one pass.
 
-    The bits are those of :func:`activation` into bfloat16, and of :func:`quantize_groups` of its result.
+    Current scaling computes the result twice, for its maxima first. The bits are those of :func:`activation` into
+    bfloat16, and of :func:`quantize_groups` of its result.
 
     Parameters
     ----------
@@ -145,7 +146,7 @@ def activation_groups(
     splits : torch.Tensor
         int64 ``(groups,)``, the rows of each group, on the device of `x`. Rows of no group are not written.
     recipe : Recipe
-        Delayed or block scaling.
+        Delayed, current or block scaling.
     row_scale : torch.Tensor, optional
         Factors ``(rows,)``, of any floating type, by which the result's rows are multiplied.
     rowwise, columnwise, scale, amax

@@ -18,7 +18,7 @@ use crate::ops::strips::StripPlan;
 const STRIPS: StripPlan = StripPlan::single_tiles(1, 1);
 const INPUT: Float = Float::Bf16;
 
-/// Runs `activation_cast_*groups` and `activation_backward_cast_*groups`.
+/// Runs `activation_*groups` and `activation_backward_*groups`.
 ///
 /// # Errors
 /// An id or a curve that does not take these parameters.
@@ -26,6 +26,14 @@ pub(crate) fn run(p: &ActivationGroupsParams<'_>, id: KernelId) -> Result<()> {
     let mut result = vec![bf16::ZERO; (p.cast.rows * p.cast.cols) as usize];
     let to = DevPtr::from_slice(&mut result);
     let cast = match id {
+        KernelId::ActivationAmaxGroups => {
+            forward(p, to)?;
+            KernelId::AmaxGroups(INPUT)
+        }
+        KernelId::ActivationBackwardAmaxGroups => {
+            backward(p, to)?;
+            KernelId::AmaxGroups(INPUT)
+        }
         KernelId::ActivationCastGroups(output) => {
             forward(p, to)?;
             KernelId::CastGroups(INPUT, output)

@@ -63,6 +63,7 @@ impl Forward<'_> {
             scale_inv: to.scale_inv(),
             scale_inv_t: to.col.scale,
             amax: slot.amax,
+            partial: self.scratch(),
             splits: self.out.left.splits_of(facts, consumer),
             ..ActivationGroupsPointers::default()
         };
@@ -111,6 +112,7 @@ impl Backward<'_> {
             scale_inv: to.scale_inv(),
             scale_inv_t: to.col.scale,
             amax: slot.amax,
+            partial: self.scratch(),
             splits: self.left.splits_of(facts, before),
             sums: self.scratch(),
             counters: At::of(Port::Counters),

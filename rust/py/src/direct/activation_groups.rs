@@ -97,9 +97,11 @@ pub(crate) fn activation_groups<'py>(
         splits: counts,
         ..ActivationGroupsPointers::default()
     };
-    call.with_lane(plan.sums_bytes(), |lane| {
+    let (sums_bytes, partial_bytes) = (plan.sums_bytes(), plan.cast().partial_bytes());
+    call.with_lane(sums_bytes + partial_bytes, |lane| {
         let (sums, counters) = (lane.workspace.scratch, lane.workspace.counters);
-        plan.run(&mut lane.target, &ActivationGroupsPointers { sums, counters, ..io })
+        let partial = sums.offset(sums_bytes);
+        plan.run(&mut lane.target, &ActivationGroupsPointers { sums, partial, counters, ..io })
     })?;
     Ok([row, row_data, col, col_data, row_scale_grad])
 }
