@@ -6,9 +6,9 @@ use crate::program::backward_compiler::Compiler as Backward;
 use crate::program::buffer::At;
 use crate::program::cast::Cast;
 use crate::program::chain::{Link, Op};
-use crate::program::edge::Value;
+use crate::program::edge::{LayoutAt, Value};
 use crate::program::facts::Facts;
-use crate::program::forward_compiler::{Compiler as Forward, Fused};
+use crate::program::forward_compiler::{Compiler as Forward, Fused, Kept};
 use crate::program::linear_op::BackwardOperands;
 use crate::program::port::Port;
 use crate::program::work::Work;
@@ -88,6 +88,34 @@ impl Backward<'_> {
         let cast = linear.dy().filter(|_| linear.backward() == BackwardOperands::Quantized)?;
         let spec = facts.activation_of_groups(&links[index], cast, ActivationWay::Backward { row_scale_grad })?;
         Some(fitting(before, spec))
+    }
+
+    /// Computes the activation in front of the linear op of experts at `index` again, in the layout for the weights'
+    /// gradients; none if no kernel does.
+    pub(super) fn recomputed_for_experts(&mut self, index: usize) -> Option<LayoutAt> {
+        let facts = self.facts;
+        let linear = facts.chain.links()[index].linear;
+        let op = &facts.linears[linear];
+        let activation = op.recomputed?;
+        let link = &facts.chain.links()[activation];
+        let spec = facts.activation_of_groups(link, op.x_again()?, ActivationWay::Forward)?;
+        let (_, spec) = fitting(index, spec).ok()?;
+        let kept = self.left.kept[activation];
+        let Kept::Activation { row_scale, .. } = kept else { return None };
+        let col = LayoutAt { data: self.for_weight_grad(linear), scale: self.for_weight_grad(linear) };
+        // Delayed scaling, whose scale is not known any more, takes no recomputation.
+        let at = ActivationGroupsPointers {
+            x: self.activation_input(activation, &kept),
+            row_scale,
+            out_t: col.data,
+            scale_inv: col.scale,
+            scale_inv_t: col.scale,
+            partial: self.scratch(),
+            splits: self.left.splits_of(facts, index),
+            ..ActivationGroupsPointers::default()
+        };
+        self.step(Work::ActivationGroups { spec, at }, activation, "activation again + transposed cast");
+        Some(col)
     }
 
     /// The gradient of the activation at `index`, quantised for the linear op at `before`.

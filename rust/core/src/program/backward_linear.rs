@@ -37,7 +37,7 @@ impl<'a> Compiler<'a> {
             self.input_grad(index, link, dy.row, grad)?;
         }
         if matches!(self.left.kept[index], Kept::Recomputed) {
-            kept = self.recomputed_input(link.linear);
+            kept = self.recomputed_for_experts(index).or_else(|| self.recomputed_input(link.linear));
         }
         if let Some(x) = kept {
             self.weight_grad(index, link, dy.col, x);
@@ -144,7 +144,8 @@ impl<'a> Compiler<'a> {
             return;
         }
         let flow = if op.deferred { FlowName::Waiting(link.linear) } else { FlowName::Backward };
-        let x = match (op.x_again(), op.keeps_row()) {
+        // An input with scales is one that has been quantised already.
+        let x = match (op.x_again().filter(|_| !x.scale.is_some()), op.keeps_row()) {
             (Some(again), _) => self.input_again(index, link.linear, again, (flow, x.data)),
             (None, true) => match op.transposes_input() {
                 Some(spec) => self.transposed(index, spec, x, flow),
