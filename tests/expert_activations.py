@@ -119,6 +119,10 @@ class Case:
         )
 
 
+def on_host(groups):
+    return type(groups)(*[None if part is None else part.cpu() for part in groups])
+
+
 def same_bits(mine, theirs):
     mine, theirs = mine.cpu().contiguous(), theirs.cpu().contiguous()
     return torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
@@ -126,6 +130,7 @@ def same_bits(mine, theirs):
 
 def check_groups(found, wanted, splits, *, block):
     """Compare the bytes and scales of all rows that groups have, and the zeros behind them."""
+    found, wanted = on_host(found), on_host(wanted)
     for first, rows, padded in spans(splits):
         own, end = slice(first, first + rows), padded + -(-rows // 128) * 128
         assert same_bits(found.rowwise_data[own], wanted.rowwise_data[own])
@@ -142,7 +147,8 @@ def check_groups(found, wanted, splits, *, block):
 
 def check_by_torch(found, values, splits, recipe, slots, *, gradient):
     """The same against `values`, quantised by plain torch, group by group."""
-    values = values.cpu()
+    values, found = values.cpu(), on_host(found)
+    slots = {name: slot.cpu() for name, slot in slots.items() if name in ("scale", "amax")}
     block = name_of(recipe) == "block"
     fmt = "e5m2" if gradient and not block else "e4m3"
     for group, (first, rows, padded) in enumerate(spans(splits)):
@@ -154,7 +160,7 @@ def check_by_torch(found, values, splits, recipe, slots, *, gradient):
         if not block:
             amax = ref.amax_of(own)
             if recipe.delayed():
-                scale = slots["scale"][group].cpu()
+                scale = slots["scale"][group]
                 assert slots["amax"][group] == max(amax.item(), 0.5)
             else:
                 scale = ref.amax_to_scale(amax, {"e4m3": 448.0, "e5m2": 57344.0}[fmt])

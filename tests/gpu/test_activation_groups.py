@@ -29,7 +29,7 @@ from te_fast.dispatch import ActivationFunction  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
-LONG = [*SPLITS, [0, 4096, 1, 0, 130], [16] * 65, [3] * 1024]
+LONG = [[0, 4096, 1, 0, 130], [16] * 65, [3] * 1024]
 
 
 def poisoned(run):
@@ -54,32 +54,40 @@ def check(found, wanted, case, *, block):
         assert mine is None or same_bits(mine[:rows], theirs[:rows])
 
 
+def compare_with_two_launches(name, splits, cols, function, factor):
+    recipe = RECIPES[name]()
+    case = Case(splits, cols, function, behind=7, factor=factor, device="cuda")
+    found = poisoned(lambda: case.forward(recipe))
+    check(found, case.forward_by_two(recipe), case, block=name == "block")
+    if cols % 128 == 0:
+        found = poisoned(lambda: case.backward(recipe))
+        check(found, case.backward_by_two(recipe), case, block=name == "block")
+
+
 @pytest.mark.parametrize(
     "function", FUNCTIONS, ids=lambda function: f"{function.name}-{function.interleave}"
 )
-@pytest.mark.parametrize(
-    "splits", LONG, ids=lambda splits: f"{len(splits)} groups of {max(splits)}"
-)
+@pytest.mark.parametrize("splits", SPLITS, ids=lambda splits: f"{len(splits)} groups")
 @pytest.mark.parametrize("name", RECIPES)
 def test_has_the_bits_of_two_launches(name, splits, function):
-    recipe = RECIPES[name]()
-    for cols in (128, 256, 144, 136, 16, 2048):
-        if function.interleave and cols % function.interleave:
-            continue
-        if cols == 2048 and function.name != "swiglu":
-            continue
-        factor = {128: torch.float32, 144: None}.get(cols, torch.bfloat16)
-        case = Case(splits, cols, function, behind=7, factor=factor, device="cuda")
-        found = poisoned(lambda case=case: case.forward(recipe))
-        check(found, case.forward_by_two(recipe), case, block=name == "block")
-        if cols % 128 == 0:
-            found = poisoned(lambda case=case: case.backward(recipe))
-            check(found, case.backward_by_two(recipe), case, block=name == "block")
+    for cols in (128, 256, 144, 136, 16):
+        if not function.interleave or cols % function.interleave == 0:
+            factor = {128: torch.float32, 144: None}.get(cols, torch.bfloat16)
+            compare_with_two_launches(name, splits, cols, function, factor)
+
+
+@pytest.mark.parametrize("interleave", [0, 32])
+@pytest.mark.parametrize("splits", LONG, ids=lambda splits: f"{len(splits)} groups")
+@pytest.mark.parametrize("name", RECIPES)
+def test_many_tiles_have_the_bits_of_two_launches(name, splits, interleave):
+    function = ActivationFunction("swiglu", interleave)
+    for cols in (128, 2048):
+        compare_with_two_launches(name, splits, cols, function, torch.float32)
 
 
 @pytest.mark.parametrize("interleave", [0, 8, 16, 32, 64, 128, 256])
 @pytest.mark.parametrize(
-    "splits", LONG, ids=lambda splits: f"{len(splits)} groups of {max(splits)}"
+    "splits", [*SPLITS, LONG[0]], ids=lambda splits: f"{len(splits)} groups of {max(splits)}"
 )
 @pytest.mark.parametrize("name", RECIPES)
 def test_against_torch(name, splits, interleave):

@@ -81,7 +81,7 @@ pub(crate) fn activation_groups<'py>(
     let plan = ActivationGroupsPlan::new(spec).python()?;
     let [row, row_data, col, col_data] = outputs(&call, &spec.cast.shape, plan.cast().shares_scale(), layouts)?;
     let factor = row_scale_type.map_or(DType::F32, DType::from);
-    let wants = plan.row_scale_grad_bytes() != 0;
+    let wants = way == ActivationWay::Backward { row_scale_grad: true };
     let row_scale_grad = wants.then(|| call.empty(&[rows as i64], factor)).transpose()?;
     let io = ActivationGroupsPointers {
         x: view.data(),
