@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import te_fast.pytorch as te
-from _harness import DTYPES, RECIPES, Timing, options, quiet, show, wait, write
+from _harness import DTYPES, RECIPES, Timing, options, quiet, show, write
+from te_fast.profiling.timing import wait
 
 if TYPE_CHECKING:
     import argparse
@@ -49,14 +50,17 @@ def measured(arguments: argparse.Namespace, recipe: Any) -> dict[str, Timing]:
     optimizer = torch.optim.SGD(chain.parameters(), lr=1e-3, foreach=True)
     region = partial(te.autocast, recipe=recipe)
 
+    def alone(x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = chain(x)
+        return y
+
     def with_region(x: torch.Tensor) -> torch.Tensor:
         with te.autocast(recipe=recipe):
-            y: torch.Tensor = chain(x)
-            return y
+            return alone(x)
 
     ways: dict[str, tuple[Any, Any]] = {
         "eager": (chain, region),
-        "compiled": (torch.compile(lambda x: chain(x), fullgraph=True), region),
+        "compiled": (torch.compile(alone, fullgraph=True), region),
         "compiled, region inside": (torch.compile(with_region, fullgraph=True), nullcontext),
     }
     times: dict[str, list[float]] = {name: [] for name in ways}

@@ -3,14 +3,12 @@
 //
 //   y[r][c] = bf16(act(g[r][c]) * lin(l[r][c]) * s[r])     g and l the halves of x, s is 1 without row_scale
 //
-//   activation_amax_groups        partial[e][part] = max |y| over a part of the group's rows
 //   activation_cast_groups        y as cast_groups casts it
 //   activation_cast_block_groups  y as cast_block_groups_1d casts it        (both of quantize/cast_groups.cu)
 //
-// Launch: as the casts of counted groups; 256 threads, 64 KiB of dynamic shared memory. activation_amax_groups: parts *
-//         groups blocks of 256 threads.
+// Launch: as the casts of counted groups; 256 threads, 64 KiB of dynamic shared memory.
 // Needs:  contiguous x, 16-byte aligned; out 8-byte aligned; cols and interleave multiples of 8. The rest as the casts.
-// Moves:  4 bytes per element of y, 1 byte per element and layout, and the scales; activation_amax_groups 4 bytes.
+// Moves:  4 bytes per element of y, 1 byte per element and layout, and the scales.
 
 #include "activation/groups.cuh"
 
@@ -25,17 +23,6 @@ __device__ inline void activate_row(const ActivationGroupsParams& p, const RowIn
     const float s = load_float(p.row_scale, row, p.row_scale_kind);
 #pragma unroll
     for (int c = 0; c < 8; ++c) y[c] *= s;
-}
-
-__device__ void amax_groups(const ActivationGroupsParams& p) {
-    with_curve<true>(p.curve, p.constants, [&](const auto& curve) {
-        write_part(p, max_of_part<false>(p, [&](const auto& in, uint64_t row, bool inside) {
-                       float y[8], amax = 0.0f;
-                       activate_row(p, in, curve, row, inside, y);
-                       absmax_into(amax, y);
-                       return amax;
-                   }));
-    });
 }
 
 template <bool kBlocks, Fp8 Out>
@@ -63,12 +50,6 @@ __device__ void activate_groups(const ActivationGroupsParams& p) {
         }
     });
     cast_results<kBlocks, Out>(p.cast, tile, tile.col, 0, shared);
-}
-
-extern "C" __global__ void __launch_bounds__(kTileThreads, kMaximaBlocks)
-    activation_amax_groups(const __grid_constant__ ActivationGroupsParams p) {
-    ptx::wait_for_prior_grids();
-    amax_groups(p);
 }
 
 #define INSTANCE(symbol, blocks, out)                                         \

@@ -4,7 +4,6 @@
 //
 //   dx[r][..] = bf16(dg, dl)     ds[r]     as activation_backward.cu has them
 //
-//   activation_backward_amax_groups        partial[e][part] = max |dx| over a part of the group's rows
 //   activation_backward_cast_groups        dx as cast_groups casts it
 //   activation_backward_cast_block_groups  dx as cast_block_groups_1d casts it        (both of quantize/cast_groups.cu)
 //
@@ -15,12 +14,10 @@
 // tiles.
 //
 // Launch: as the casts of counted groups, tiles of the forward's result; 256 threads, 64 KiB of dynamic shared memory.
-//         activation_backward_amax_groups: parts * groups blocks of 256 threads.
 // Needs:  contiguous dy and x, 16-byte aligned; out 8-byte aligned; half of the columns of dx a multiple of 128,
 //         interleave a divisor of 128 that 8 divides, or a multiple of 128. counters zeroed once at allocation, they
 //         are zero again after each launch. The rest as the casts.
 // Moves:  6 bytes per element of dy, 2 bytes per element and layout, the scales; ds adds 8 bytes per row and tile.
-//         activation_backward_amax_groups: 6 bytes.
 
 #include "activation/groups.cuh"
 #include "tile/column_sums.cuh"
@@ -49,19 +46,6 @@ __device__ inline void sum_tiles(const ActivationGroupsParams& p, const GroupTil
         const float sum = sum_partials(p.sums + row, p.cast.tiles_cols, p.cast.rows);
         store_float(p.drow_scale, row, p.row_scale_kind, sum);
     }
-}
-
-__device__ void amax_groups(const ActivationGroupsParams& p) {
-    const RowFactor factor{p.row_scale, p.row_scale_kind, nullptr};
-    with_curve<true>(p.curve, p.constants, [&](const auto& curve) {
-        write_part(p, max_of_part<true>(p, [&](const auto& in, uint64_t row, bool inside) {
-                       float d[2][8], amax = 0.0f;
-                       differentiate8<false, true, bf16>(in, curve, factor, row, inside, d);
-                       absmax_into(amax, d[0]);
-                       absmax_into(amax, d[1]);
-                       return amax;
-                   }));
-    });
 }
 
 template <bool kBlocks, Fp8 Out>
@@ -120,12 +104,6 @@ __device__ void differentiate_groups(const ActivationGroupsParams& p) {
         cast_results<kBlocks, Out>(p.cast, tile, tile_col, half, shared);
     }
     if (p.drow_scale != nullptr) sum_tiles(p, tile);
-}
-
-extern "C" __global__ void __launch_bounds__(kTileThreads, kMaximaBlocks)
-    activation_backward_amax_groups(const __grid_constant__ ActivationGroupsParams p) {
-    ptx::wait_for_prior_grids();
-    amax_groups(p);
 }
 
 #define INSTANCE(symbol, blocks, out)                                         \

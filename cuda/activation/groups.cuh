@@ -29,9 +29,6 @@ static_assert(sizeof(ActivationGroupsParams) == kActivationGroupsParamsBytes);
 // Blocks per multiprocessor: shared memory has room for them.
 constexpr int kGroupsBlocks = 3;
 
-// The same of maxima, of which a multiprocessor has as many blocks as the plan of the casts counts on.
-constexpr int kMaximaBlocks = 4;
-
 // Rows of the two halves, and the results in their places; then the cast's own memory over the first half.
 union GroupsShared {
     uint4 half[2][kPatch][kTileThreads];
@@ -79,8 +76,7 @@ __device__ inline void write_inverse_scales(const quantize::CastGroupsParams& p)
     }
 }
 
-// The scale of the block's group, for cast_results. Read before the copies have arrived, since it may follow from
-// maxima in memory.
+// The scale of the block's group, for cast_results. Read before the copies have arrived.
 __device__ inline float& group_scale() {
     __shared__ float scale;
     return scale;
@@ -107,58 +103,6 @@ __device__ inline void cast_results(const quantize::CastGroupsParams& p, const G
         float* amax = p.amax == nullptr ? nullptr : p.amax + static_cast<size_t>(tile.group.index) * p.stride;
         quantize::cast_tile<true, bf16, Out>(b, place, patch, raw, group_scale(), amax, shared.cast);
     }
-}
-
-// The largest of `magnitude(in, row, inside)` over eight elements each of the block's part of a group's rows, in every
-// thread. NaN never counts. Contains barriers.
-template <bool kGradient, typename Magnitude>
-__device__ inline float max_of_part(const ActivationGroupsParams& p, Magnitude magnitude) {
-    constexpr int kAhead = 2;
-    __shared__ float scratch[kTileThreads / 32];
-    const uint32_t part = blockIdx.x % p.cast.parts;
-    GroupRows group{};
-    quantize::rows_of_group<kTileThreads>(p.cast.splits, blockIdx.x / p.cast.parts, p.cast.rows, group);
-    const uint64_t cols = kGradient ? p.cast.cols / 2 : p.cast.cols;
-    const Halves<true> halves{cols, p.interleave};
-    const uint32_t vectors = max(static_cast<uint32_t>(cols / kPatch), 1u);
-    const uint64_t each = (group.rows + p.cast.parts - 1) / p.cast.parts;
-    const uint64_t begin = min(part * each, group.rows), end = cols == 0 ? 0 : min(begin + each, group.rows);
-    uint64_t row = begin + threadIdx.x / vectors;
-    uint32_t vector = threadIdx.x % vectors;
-    const uint32_t down = kTileThreads / vectors, right = kTileThreads % vectors;
-    float amax = 0.0f;
-    while (row < end) {
-        RowInputs<true, kGradient, bf16> in[kAhead];
-        uint64_t rows[kAhead];
-        bool inside[kAhead];
-#pragma unroll
-        for (int i = 0; i < kAhead; ++i) {
-            rows[i] = group.first + row;
-            inside[i] = row < end;
-            const uint32_t col = vector * kPatch;
-            const bf16* x = static_cast<const bf16*>(p.cast.x) + rows[i] * halves.stride() + halves.column(col, 0);
-            in[i].tensor[0] = inside[i] ? load8<bf16>(x) : zero8<bf16>();
-            in[i].tensor[1] = inside[i] ? load8<bf16>(x + halves.to_linear()) : zero8<bf16>();
-            if constexpr (kGradient) {
-                const bf16* dy = static_cast<const bf16*>(p.dy) + rows[i] * cols + col;
-                in[i].tensor[2] = inside[i] ? load8<bf16>(dy) : zero8<bf16>();
-            }
-            row += down;
-            vector += right;
-            if (vector >= vectors) {
-                vector -= vectors;
-                ++row;
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < kAhead; ++i) amax = fmaxf(amax, magnitude(in[i], rows[i], inside[i]));
-    }
-    return block_max<kTileThreads>(amax, scratch);
-}
-
-// Leaves the part's maximum as that of bf16 values: rounding keeps their order.
-__device__ inline void write_part(const ActivationGroupsParams& p, float amax) {
-    if (threadIdx.x == 0) p.cast.partial[blockIdx.x] = to_float(from_float<bf16>(amax));
 }
 
 }  // namespace te_fast::activation

@@ -16,6 +16,7 @@ if torch.cuda.get_device_capability() != (9, 0):
 sys.path[:0] = [str(Path(__file__).parents[1])]
 from expert_activations import (  # noqa: E402
     FUNCTIONS,
+    NAMES,
     SPLITS,
     Case,
     check_by_torch,
@@ -68,7 +69,7 @@ def compare_with_two_launches(name, splits, cols, function, factor):
     "function", FUNCTIONS, ids=lambda function: f"{function.name}-{function.interleave}"
 )
 @pytest.mark.parametrize("splits", SPLITS, ids=lambda splits: f"{len(splits)} groups")
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", NAMES)
 def test_has_the_bits_of_two_launches(name, splits, function):
     for cols in (128, 256, 144, 136, 16):
         if not function.interleave or cols % function.interleave == 0:
@@ -78,7 +79,7 @@ def test_has_the_bits_of_two_launches(name, splits, function):
 
 @pytest.mark.parametrize("interleave", [0, 32])
 @pytest.mark.parametrize("splits", LONG, ids=lambda splits: f"{len(splits)} groups")
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", NAMES)
 def test_many_tiles_have_the_bits_of_two_launches(name, splits, interleave):
     function = ActivationFunction("swiglu", interleave)
     for cols in (128, 2048):
@@ -89,7 +90,7 @@ def test_many_tiles_have_the_bits_of_two_launches(name, splits, interleave):
 @pytest.mark.parametrize(
     "splits", [*SPLITS, LONG[0]], ids=lambda splits: f"{len(splits)} groups of {max(splits)}"
 )
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", NAMES)
 def test_against_torch(name, splits, interleave):
     recipe = RECIPES[name]()
     case = Case(splits, 256, ActivationFunction("reglu", interleave), device="cuda")
@@ -117,7 +118,7 @@ def check_factors(case, found):
     assert ((found.double() - (y * dy).sum(1)).abs() <= room)[:rows].all()
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", NAMES)
 def test_rows_of_no_group_are_left_alone(name):
     recipe = RECIPES[name]()
     case = Case([100, 0, 130], 128, ActivationFunction("swiglu"), behind=200, device="cuda")
@@ -128,7 +129,7 @@ def test_rows_of_no_group_are_left_alone(name):
             assert factors[230:].isnan().all()
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", NAMES)
 def test_one_layout(name):
     recipe = RECIPES[name]()
     case = Case([100, 0, 130], 256, ActivationFunction("swiglu", 32), device="cuda")

@@ -4,16 +4,16 @@ import pytest
 import torch
 
 import te_fast
-from expert_activations import SPLITS, Case, check_by_torch, check_groups, same_bits
+from expert_activations import NAMES, SPLITS, Case, check_by_torch, check_groups, same_bits
 from recipes import RECIPES
 from te_fast import dispatch
-from te_fast.common.recipe import DelayedScaling, Float8BlockScaling
+from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from te_fast.dispatch import ActivationFunction
 
 
 @pytest.mark.parametrize("interleave", [0, 8, 64])
 @pytest.mark.parametrize("splits", SPLITS[:3], ids=lambda splits: f"{len(splits)} groups")
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", NAMES)
 def test_against_torch(name, splits, interleave):
     recipe = RECIPES[name]()
     case = Case(splits, 128, ActivationFunction("reglu", interleave))
@@ -33,7 +33,7 @@ def test_against_torch(name, splits, interleave):
 
 @pytest.mark.parametrize("factor", [torch.float32, torch.bfloat16, None], ids=str)
 @pytest.mark.parametrize("splits", SPLITS, ids=lambda splits: f"{len(splits)} groups")
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", NAMES)
 def test_has_the_bits_of_two_calls(name, splits, factor):
     recipe = RECIPES[name]()
     for cols, function in [
@@ -89,6 +89,7 @@ def test_what_has_no_kernel_is_refused_by_name():
     for call, words in [
         (lambda: forward(function=ActivationFunction("gelu")), "gated"),
         (lambda: forward(case.x.half()), "bfloat16"),
+        (lambda: forward(recipe=Float8CurrentScaling()), "needs the maxima"),
         (lambda: forward(case.x[:, :24].contiguous()), "rows of 8 columns"),
         (lambda: forward(function=ActivationFunction("swiglu", 4)), "rows of 8 columns"),
         (lambda: backward(144), "128 columns"),

@@ -134,8 +134,8 @@ def activation_groups(
 ) -> QuantizedGroups:
     """Apply a gated activation to the rows of every group and quantise the result to FP8, in one pass.
 
-    Current scaling computes the result twice, for its maxima first. The bits are those of :func:`activation` into
-    bfloat16, and of :func:`quantize_groups` of its result.
+    The bits are those of :func:`activation` into bfloat16, and of :func:`quantize_groups` of its result. Under current
+    scaling call these two, since the maxima must be known first.
 
     Parameters
     ----------
@@ -146,7 +146,7 @@ def activation_groups(
     splits : torch.Tensor
         int64 ``(groups,)``, the rows of each group, on the device of `x`. Rows of no group are not written.
     recipe : Recipe
-        Delayed, current or block scaling.
+        Delayed or block scaling.
     row_scale : torch.Tensor, optional
         Factors ``(rows,)``, of any floating type, by which the result's rows are multiplied.
     rowwise, columnwise, scale, amax

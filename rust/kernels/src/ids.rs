@@ -361,10 +361,6 @@ kernels! {
     ActivationBackward(Float) "activation_backward" in ActivationBackward;
     /// The same of two halves.
     ActivationGatedBackward(Float) "activation_gated_backward" in ActivationBackward;
-    /// Parts of the largest magnitudes of a gated activation of groups of rows of bf16.
-    ActivationAmaxGroups() "activation_amax_groups" in ActivationGroups;
-    /// The same of its gradient.
-    ActivationBackwardAmaxGroups() "activation_backward_amax_groups" in ActivationGroupsBackward;
     /// Gated activation of groups of rows of bf16 and their casts, one scale each.
     ActivationCastGroups(Fp8) "activation_cast_groups" in ActivationGroups;
     /// The same with 1 x 128 blocks.

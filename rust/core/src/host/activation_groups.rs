@@ -26,14 +26,6 @@ pub(crate) fn run(p: &ActivationGroupsParams<'_>, id: KernelId) -> Result<()> {
     let mut result = vec![bf16::ZERO; (p.cast.rows * p.cast.cols) as usize];
     let to = DevPtr::from_slice(&mut result);
     let cast = match id {
-        KernelId::ActivationAmaxGroups => {
-            forward(p, to)?;
-            KernelId::AmaxGroups(INPUT)
-        }
-        KernelId::ActivationBackwardAmaxGroups => {
-            backward(p, to)?;
-            KernelId::AmaxGroups(INPUT)
-        }
         KernelId::ActivationCastGroups(output) => {
             forward(p, to)?;
             KernelId::CastGroups(INPUT, output)

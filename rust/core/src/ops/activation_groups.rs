@@ -1,5 +1,5 @@
 //! Gated activations of rows that belong to groups, the experts of a mixture, and their gradients: computed and cast to
-//! FP8 in one launch (current scaling: twice computed, for the maxima first), with the bits of [`activation`](crate::ops::activation) or
+//! FP8 in one launch, with the bits of [`activation`](crate::ops::activation) or
 //! [`activation_backward`](crate::ops::activation_backward) and of [`cast_groups`](crate::ops::cast_groups).
 
 use te_fast_kernels::constants::activation as constants;
@@ -77,6 +77,9 @@ impl ActivationGroupsSpec {
         let apart = interleave == 0 || interleave.is_multiple_of(TILE);
         if !self.activation.is_gated() {
             Some("only gated activations are quantised for experts as they are computed")
+        } else if matches!(self.cast.scales, GroupScales::Current(_)) {
+            // Computing everything twice, for the maxima first, takes longer than writing and reading the values.
+            Some("current scaling needs the maxima before it quantises")
         } else if self.cast.input != Float::Bf16 {
             Some("only bfloat16 is quantised for experts as it is computed")
         } else if !cols.is_multiple_of(VECTOR) || !interleave.is_multiple_of(VECTOR) {
@@ -109,8 +112,6 @@ pointers! {
         /// The first group's scale; only with given scales.
         scale,
         /// As the cast's.
-        partial,
-        /// As the cast's.
         scale_inv,
         /// As the cast's.
         scale_inv_t,
@@ -128,8 +129,8 @@ pointers! {
 params! {
     /// Parameters of `activation_*groups` and `activation_backward_*groups`.
     pub struct ActivationGroupsParams<'a> [constants::ACTIVATION_GROUPS_PARAMS_BYTES]
-        for ActivationAmaxGroups | ActivationCastGroups | ActivationCastBlockGroups | ActivationBackwardAmaxGroups
-            | ActivationBackwardCastGroups | ActivationBackwardCastBlockGroups
+        for ActivationCastGroups | ActivationCastBlockGroups | ActivationBackwardCastGroups
+            | ActivationBackwardCastBlockGroups
         => host::activation_groups::run
     {
         /// The cast of what is computed; its input is the activation's.
@@ -247,7 +248,6 @@ impl ActivationGroupsPlan {
             scale_inv_t: b.scale_inv_t,
             amax: b.amax,
             splits: b.splits,
-            partial: b.partial,
             ..CastGroupsPointers::default()
         };
         self.cast.check(&cast, target.is_host())?;
@@ -264,15 +264,6 @@ impl ActivationGroupsPlan {
             row_scale_kind: spec.row_scale.map_or(0, |float| float as u32),
             interleave: spec.interleave as u32,
         };
-        let parts = self.cast.parts();
-        if parts != 0 {
-            let maxima = match spec.way {
-                ActivationWay::Forward => KernelId::ActivationAmaxGroups,
-                ActivationWay::Backward { .. } => KernelId::ActivationBackwardAmaxGroups,
-            };
-            let grid = Grid::linear(parts * spec.cast.shape.groups as u32, TILE_THREADS);
-            launch(target, maxima, grid, &params)?;
-        }
         launch(target, self.kernel, self.grid, &params)
     }
 

@@ -303,11 +303,6 @@ impl CastGroupsPlan {
         Ok(Self { spec, kernel, grid, parts, scale_shape, scale_t_shape })
     }
 
-    /// Number of maxima of each group; 0 if scales do not follow from them.
-    pub(crate) const fn parts(&self) -> u32 {
-        self.parts
-    }
-
     const fn is_block(&self) -> bool {
         matches!(self.spec.scales, GroupScales::Block { .. })
     }

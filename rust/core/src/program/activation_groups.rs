@@ -63,7 +63,6 @@ impl Forward<'_> {
             scale_inv: to.scale_inv(),
             scale_inv_t: to.col.scale,
             amax: slot.amax,
-            partial: self.scratch(),
             splits: self.out.left.splits_of(facts, consumer),
             ..ActivationGroupsPointers::default()
         };
@@ -110,7 +109,6 @@ impl Backward<'_> {
             out_t: col.data,
             scale_inv: col.scale,
             scale_inv_t: col.scale,
-            partial: self.scratch(),
             splits: self.left.splits_of(facts, index),
             ..ActivationGroupsPointers::default()
         };
@@ -140,7 +138,6 @@ impl Backward<'_> {
             scale_inv: to.scale_inv(),
             scale_inv_t: to.col.scale,
             amax: slot.amax,
-            partial: self.scratch(),
             splits: self.left.splits_of(facts, before),
             sums: self.scratch(),
             counters: At::of(Port::Counters),

@@ -217,7 +217,6 @@ impl<'a> Sizing<'a> {
                 self.writes(at.out_t, cast.out_t_bytes());
                 self.writes(at.scale_inv_t, cast.scale_t_bytes());
                 self.writes(at.row_scale_grad, plan.row_scale_grad_bytes());
-                self.writes(at.partial, cast.partial_bytes());
                 self.writes(at.sums, plan.sums_bytes());
                 Ok(Planned::ActivationGroups(plan, at.map(|&at| self.cell(at))))
             }

@@ -97,11 +97,9 @@ pub(crate) fn activation_groups<'py>(
         splits: counts,
         ..ActivationGroupsPointers::default()
     };
-    let (sums_bytes, partial_bytes) = (plan.sums_bytes(), plan.cast().partial_bytes());
-    call.with_lane(sums_bytes + partial_bytes, |lane| {
+    call.with_lane(plan.sums_bytes(), |lane| {
         let (sums, counters) = (lane.workspace.scratch, lane.workspace.counters);
-        let partial = sums.offset(sums_bytes);
-        plan.run(&mut lane.target, &ActivationGroupsPointers { sums, partial, counters, ..io })
+        plan.run(&mut lane.target, &ActivationGroupsPointers { sums, counters, ..io })
     })?;
     Ok([row, row_data, col, col_data, row_scale_grad])
 }

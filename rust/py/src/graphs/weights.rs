@@ -154,12 +154,11 @@ pub(super) fn note_kept(
         if let (Some(record), Some(param)) = (given.record, given.fresh)
             && let Some((weight, _)) = ProgramHandle::linear_at(handle, linear)?
         {
-            let storage = match known_storage(state, weight.bind(py), &record)? {
-                Some(storage) => storage,
-                None => {
-                    let storage = params[param].object.call_method0(intern!(py, "untyped_storage"))?;
-                    state.torch.storage_weak_ref.bind(py).call1((storage,))?.unbind()
-                }
+            let storage = if let Some(known) = known_storage(state, weight.bind(py), &record)? {
+                known
+            } else {
+                let storage = params[param].object.call_method0(intern!(py, "untyped_storage"))?;
+                state.torch.storage_weak_ref.bind(py).call1((storage,))?.unbind()
             };
             let known = TracedWeight { record, storage, writer: place.stream };
             let former = weight.bind(py).try_borrow_mut()?.traced.replace(known);
