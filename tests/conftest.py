@@ -71,6 +71,17 @@ def recipe(request: pytest.FixtureRequest) -> object:
     return RECIPES[request.param]()
 
 
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    """Lets a test compile for itself, and leave nothing behind."""
+    import torch._dynamo
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
 @pytest.fixture(scope="session")
 def fresh() -> Iterator[Processes]:
     """Runs a script in a process that has imported torch alone, and returns what it wrote."""

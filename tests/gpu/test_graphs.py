@@ -6,13 +6,17 @@ import copy
 
 import pytest
 import torch
-import torch._dynamo
 
 import te_fast.pytorch as te
 from graphs import assert_trains_alike, needs_compile, states_of
 from recipes import RECIPES
 
-pytestmark = [pytest.mark.gpu, needs_compile, pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.gpu,
+    needs_compile,
+    pytest.mark.usefixtures("fresh_dynamo"),
+    pytest.mark.filterwarnings("ignore"),
+]
 
 OPTIONS = {"dtype": torch.bfloat16, "device": "cuda"}
 MODELS = {
@@ -32,13 +36,6 @@ MODELS = {
         te.ops.Linear(512, 256, **OPTIONS),
     ),
 }
-
-
-@pytest.fixture(autouse=True)
-def _fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def inside(model, x, recipe, is_first):

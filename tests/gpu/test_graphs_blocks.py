@@ -6,13 +6,17 @@ import copy
 
 import pytest
 import torch
-import torch._dynamo
 
 import te_fast.pytorch as te
 from graphs import needs_compile
 from recipes import RECIPES
 
-pytestmark = [pytest.mark.gpu, needs_compile, pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.gpu,
+    needs_compile,
+    pytest.mark.usefixtures("fresh_dynamo"),
+    pytest.mark.filterwarnings("ignore"),
+]
 
 OPTIONS = {"dtype": torch.bfloat16, "device": "cuda"}
 HOW = {
@@ -34,13 +38,6 @@ BLOCKS = {
         device="cuda",
     ),
 }
-
-
-@pytest.fixture(autouse=True)
-def _fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("kind", ["none", *RECIPES])

@@ -6,27 +6,24 @@ import copy
 
 import pytest
 import torch
-import torch._dynamo
 
 import te_fast.pytorch as te
 from graphs import assert_trains_alike, compiled, needs_compile, region, states_of
 from recipes import RECIPES
 from te_fast.common.recipe import DelayedScaling
 
-pytestmark = [pytest.mark.gpu, needs_compile, pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.gpu,
+    needs_compile,
+    pytest.mark.usefixtures("fresh_dynamo"),
+    pytest.mark.filterwarnings("ignore"),
+]
 
 OPTIONS = {"params_dtype": torch.bfloat16, "device": "cuda"}
 MODELS = {
     "Linear": lambda: te.Linear(256, 512, **OPTIONS),
     "LayerNormMLP": lambda: te.LayerNormMLP(256, 512, activation="swiglu", **OPTIONS),
 }
-
-
-@pytest.fixture(autouse=True)
-def _fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def inside(model, x, recipe, is_first):

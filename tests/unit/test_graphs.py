@@ -19,16 +19,7 @@ from selection import pairs, quickly
 from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from te_fast.errors import DtypeError, ShapeError, StateError
 
-pytestmark = needs_compile
-
-
-@pytest.fixture(autouse=True)
-def _fresh_dynamo():
-    """Let each test compile for itself, and leave nothing behind."""
-    torch._dynamo.reset()
-    counters().clear()
-    yield
-    torch._dynamo.reset()
+pytestmark = [needs_compile, pytest.mark.usefixtures("fresh_dynamo")]
 
 
 LAYERS = {

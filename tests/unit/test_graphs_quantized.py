@@ -20,16 +20,7 @@ from te_fast.common.recipe import Float8BlockScaling, Float8CurrentScaling
 from te_fast.errors import StateError
 from te_fast.tensor.primary import is_quantized
 
-pytestmark = needs_compile
-
-
-@pytest.fixture(autouse=True)
-def _fresh_dynamo():
-    """Let each test compile for itself, and leave nothing behind."""
-    torch._dynamo.reset()
-    counters().clear()
-    yield
-    torch._dynamo.reset()
+pytestmark = [needs_compile, pytest.mark.usefixtures("fresh_dynamo")]
 
 
 def counters():
