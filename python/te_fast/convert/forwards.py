@@ -26,6 +26,7 @@ from te_fast.convert.known import Attention, Decoder, Norm
 from te_fast.layers.layernorm_linear import LayerNormLinear
 from te_fast.layers.layernorm_mlp import LayerNormMLP
 from te_fast.layers.linear import Linear
+from te_fast.layers.program import ProgramLayer
 from te_fast.runtime.module_hooks import has_hooks
 
 Tie = tuple[str, torch.nn.Module, str]
@@ -49,9 +50,8 @@ class Tied:
     def __init__(self, layer: Any, ties: Sequence[Tie]) -> None:
         self.layer = layer
         self.ties = list(ties)
-        # A graph reads the modules' parameters directly: it cannot replace the layer's, above all inside of a
-        # checkpoint.
-        layer.__dict__["_ties"] = {name: (module, theirs) for name, module, theirs in ties}
+        if isinstance(layer, ProgramLayer):
+            layer.note_ties({name: (module, theirs) for name, module, theirs in ties})
         self.refresh()
 
     def refresh(self) -> None:

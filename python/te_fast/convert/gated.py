@@ -84,10 +84,9 @@ class GatedMLP(LayerNormMLP):
         names = ("fc2_weight", "fc2_bias") if self.apply_bias else ("fc2_weight",)
         return found | {name: getattr(self, name) for name in names}, version
 
-    def _traced_parameters(self) -> list[torch.Tensor]:
+    def _traced_names(self) -> tuple[tuple[str, ...], ...]:
+        norms = [(name,) for name in self._norm_names()]
         kinds = ("weight", "bias") if self.use_bias else ("weight",)
-        seen = self._seen_in_trace
-        found = [seen(name) for name in self._norm_names()]
-        found += [torch.cat([seen(f"{half}_{kind}") for half in _HALVES]) for kind in kinds]
+        halves = [tuple(f"{half}_{kind}" for half in _HALVES) for kind in kinds]
         names = ("fc2_weight", "fc2_bias") if self.apply_bias else ("fc2_weight",)
-        return found + [seen(name) for name in names]
+        return (*norms, *halves, *[(name,) for name in names])

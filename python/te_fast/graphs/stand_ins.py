@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_fast.errors import UnsupportedError
+from te_fast.layers.form import forward_traced
 from te_fast.runtime import native
 from te_fast.runtime.autocast import autocast
 from te_fast.runtime.compiling import CAN_COMPILE
@@ -20,6 +21,13 @@ if TYPE_CHECKING:
 
 
 def _call_module(module: Any, *args: Any, **kwargs: Any) -> Any:
+    return torch.nn.Module.__call__(module, *args, **kwargs)
+
+
+def _call_layer(module: Any, *args: Any, **kwargs: Any) -> Any:
+    # A trace sees no hooks that are added later, as with torch's own modules.
+    if module._traced.is_owner_called_plainly():
+        return _layer_forward(module, *args, **kwargs)
     return torch.nn.Module.__call__(module, *args, **kwargs)
 
 
@@ -36,7 +44,7 @@ def _layer_forward(
             "leave them at False"
         )
         raise UnsupportedError(message)
-    return module._forward_traced(inp, is_first_microbatch)
+    return forward_traced(module, inp, is_first_microbatch)
 
 
 def _region(*args: Any, **kwargs: Any) -> Any:
@@ -79,7 +87,7 @@ def _register() -> None:
     from torch._dynamo.decorators import substitute_in_graph
 
     for native_entry, stand_in in (
-        (native.layer_call, _call_module),
+        (native.layer_call, _call_layer),
         (native.program_module_call, _call_module),
         (native.layer_forward, _layer_forward),
     ):

@@ -14,6 +14,7 @@ from te_fast.runtime import native
 from te_fast.runtime.compiling import is_exporting, static
 from te_fast.runtime.delayed import DelayedScalingRecipeState
 from te_fast.runtime.global_state import FP8GlobalStateManager
+from te_fast.runtime.module_hooks import are_called_plainly
 
 _numbers = itertools.count(1)
 #: Programs by their numbers.
@@ -148,10 +149,25 @@ class Traced:
         self._former_handles: list[torch.Tensor] = []
         #: The scales that it uses, with what happens when they are gone.
         self._states: dict[int, weakref.ref[DelayedScalingRecipeState]] = {}
+        #: What traces know of a layer beside its tensors (:class:`te_fast.layers.form.Form`), as a text.
+        self.form = ""
         self.program = program
         self.owner = weakref.ref(owner)
         self.name = name
         _by_number[self._number] = self
+
+    # The following methods run in a trace, on the real objects, and their results are constants of the trace. A trace
+    # would compare an argument with the object that it saw, and so compile a function again for each layer.
+
+    def is_owner_called_plainly(self) -> bool:
+        """Tell whether a call of the owner, a layer, is its forward alone."""
+        owner: Any = self.owner()
+        return are_called_plainly(owner)
+
+    def owner_has(self, name: str) -> bool:
+        """Tell whether the owner, a layer, has a parameter of this name."""
+        owner: Any = self.owner()
+        return owner._parameters.get(name) is not None
 
     def prepare(
         self,
@@ -288,6 +304,8 @@ class Traced:
                     self._states[id(state)] = weakref.ref(state, renew)
                     state.when_moved.append(renew)
 
+    is_owner_called_plainly._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    owner_has._dynamo_marked_constant = True  # type: ignore[attr-defined]
     prepare._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def exported(

@@ -17,6 +17,8 @@ from te_fast.errors import (
     StateError,
     UnsupportedError,
 )
+from te_fast.layers.base import check_input
+from te_fast.layers.form import forward_traced
 from te_fast.layers.parameters import (
     Init,
     check_sizes,
@@ -274,9 +276,9 @@ class GroupedLinear(PartedLayer):
         used = {"weight": weight}
         return (used | {"bias": self._bias()} if self.apply_bias else used), version
 
-    def _traced_parameters(self) -> list[torch.Tensor]:
-        found = [joined([getattr(self, name) for name in self.weight_names])]
-        return [*found, self._bias()] if self.apply_bias else found
+    def _traced_names(self) -> tuple[tuple[str, ...], ...]:
+        kinds = (self.weight_names, self.bias_names) if self.apply_bias else (self.weight_names,)
+        return tuple(tuple(names) for names in kinds)
 
     def _bias(self) -> torch.Tensor:
         return joined([getattr(self, name) for name in self.bias_names])
@@ -551,7 +553,7 @@ class GroupedLinear(PartedLayer):
         16 bytes, and in a region whose recipe has ``backward_override="dequantized"``.
         """
         if not isinstance(inp, torch.Tensor):
-            self._check_input(inp, "in_features", self.in_features, torch.device("cpu"))
+            check_input(self, inp, "in_features", self.in_features, torch.device("cpu"))
         if is_needed(inp, self.in_features, self.out_features):
             given = out is not None or dgrad_out is not None
             refuse(self.name, {"out or dgrad_out of experts that run one by one": given})
@@ -587,7 +589,7 @@ class GroupedLinear(PartedLayer):
             )
             raise UnsupportedError(message)
         device = getattr(self, self.weight_names[0]).device
-        self._check_input(inp, "in_features", self.in_features, device)
+        check_input(self, inp, "in_features", self.in_features, device)
         self.set_activation_dtype(inp)
         self._refuse_functorch("here; call torch.nn layers inside of them")
         counts = self._counts_on_host(m_splits, inp)
@@ -655,9 +657,9 @@ class GroupedLinear(PartedLayer):
         """Run the forward of calls that need Python."""
         if is_traced(inp):
             refuse(self.name, {"out or dgrad_out in a graph": buffers is not None})
-            return self._forward_traced(inp, is_first_microbatch, splits)
+            return forward_traced(self, inp, is_first_microbatch, splits)
         parameters, version = self._used_parameters(is_first_microbatch)
-        self._check_input(inp, "in_features", self.in_features, parameters["weight"].device)
+        check_input(self, inp, "in_features", self.in_features, parameters["weight"].device)
         self.set_activation_dtype(inp)
         self._refuse_functorch("here; call torch.nn layers inside of them")
         return self._forward_on(parameters, version, inp, is_first_microbatch, (splits,), buffers)

@@ -10,6 +10,8 @@ from torch.nn import functional
 
 from te_fast.errors import ShapeError
 from te_fast.layers import high_precision
+from te_fast.layers.base import check_input
+from te_fast.layers.form import forward_traced
 from te_fast.layers.parameters import check_sizes, options_of, refuse_userbuffers
 from te_fast.layers.split import SplitLinear
 from te_fast.runtime.compiling import is_traced
@@ -184,9 +186,9 @@ class Linear(SplitLinear):
     def _forward_general(self, inp: Any, is_first_microbatch: bool | None, **in_fp8: Any) -> Any:
         """Run the forward of calls that the native fast path does not take."""
         if is_traced(inp):
-            return self._forward_traced(inp, is_first_microbatch)
+            return forward_traced(self, inp, is_first_microbatch)
         device = getattr(self, self.weight_names[0]).device
-        self._check_input(inp, "in_features", self.in_features, device)
+        check_input(self, inp, "in_features", self.in_features, device)
         self.set_activation_dtype(inp)
         parameters, version = self._used_parameters(is_first_microbatch)
         if self._exchange or (autocast_state.fp8_enabled and self.in_features != 0):
@@ -201,21 +203,6 @@ class Linear(SplitLinear):
                 inp = inp.dequantize()
             out = self._high_precision(inp, weight, bias, is_first_microbatch)
         return self._with_bias(out) if self.return_bias else out
-
-    def _run_traced(
-        self,
-        x: torch.Tensor,
-        params: list[torch.Tensor],
-        is_first_microbatch: bool | None,
-        *extras: torch.Tensor,
-    ) -> Any:
-        from te_fast.graphs.region import key_of_region
-
-        if key_of_region()[0] or self.fuse_wgrad_accumulation or self.delay_wgrad_compute:
-            return super()._run_traced(x, params, is_first_microbatch, *extras)
-        weight = params[0].to(x.dtype)
-        bias = params[1].to(x.dtype) if self.apply_bias else None
-        return functional.linear(x, weight, bias)
 
     def _high_precision(
         self,

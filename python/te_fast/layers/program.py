@@ -14,7 +14,8 @@ import torch
 
 from te_fast.errors import ShapeError, StateError, UnsupportedError
 from te_fast.graphs.traced import Traced
-from te_fast.layers.base import TransformerEngineBaseModule, _callers_level
+from te_fast.layers.base import TransformerEngineBaseModule, _callers_level, check_input
+from te_fast.layers.form import Form, forward_traced, text_of
 from te_fast.layers.load_torch import copy_into
 from te_fast.layers.parameters import constant, initialise, materialise, refuse
 from te_fast.layers.recomputed import recomputed
@@ -218,6 +219,7 @@ class ProgramLayer(TransformerEngineBaseModule):
         )
         for handle in self._handles.values():
             handle.delay_wgrad_compute = self.delay_wgrad_compute
+        self._note_form()
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; find the collectives again if they depend on it."""
@@ -291,11 +293,11 @@ class ProgramLayer(TransformerEngineBaseModule):
     def _forward_general(self, inp: Any, is_first_microbatch: bool | None, **in_fp8: Any) -> Any:
         """Run the forward of calls that the native fast path does not take; `in_fp8` is `fp8_output` and `fp8_grad`."""
         if is_traced(inp):
-            return self._forward_traced(inp, is_first_microbatch)
+            return forward_traced(self, inp, is_first_microbatch)
         self._refuse_functorch("here; call torch.nn layers inside of them")
         parameters, version = self._used_parameters(is_first_microbatch)
         weight = next(iter(parameters.values()))
-        self._check_input(inp, self._FEATURES, getattr(self, self._FEATURES), weight.device)
+        check_input(self, inp, self._FEATURES, getattr(self, self._FEATURES), weight.device)
         self.set_activation_dtype(inp)
         out = self._forward_on(parameters, version, inp, is_first_microbatch, **in_fp8)
         return self._with_bias(out) if self._returns_bias() else out
@@ -430,54 +432,46 @@ class ProgramLayer(TransformerEngineBaseModule):
 
     # In graphs -----------------------------------------------------------------------------------
 
-    def _traced_parameters(self) -> list[torch.Tensor]:
-        """Return the parameters that the program reads, in op order."""
-        return [self._seen_in_trace(name) for name in self._used_parameters(None)[0]]
+    def _traced_names(self) -> tuple[tuple[str, ...], ...]:
+        """Return the names of the parameters that the program reads, in op order; several names are parts of one."""
+        return tuple((name,) for name in self._used_parameters(None)[0])
 
-    def _seen_in_trace(self, name: str) -> Any:
-        """Return a parameter of the layer, or of the module that the layer is tied to."""
-        ties = self._ties
-        if ties is None or name not in ties:
-            return getattr(self, name)
-        module, theirs = ties[name]
-        return module._parameters[theirs]
+    def note_ties(self, ties: dict[str, tuple[torch.nn.Module, str]]) -> None:
+        """Note whose parameters the layer's are.
+
+        A graph reads the modules' parameters directly: it cannot replace the layer's, above all inside of a checkpoint.
+
+        Parameters
+        ----------
+        ties : dict
+            Name in the layer to the module that has the parameter, and the name in that module.
+        """
+        self.__dict__["_ties"] = ties
+        self._note_form()
+
+    def _note_form(self) -> None:
+        """Tell traces what the layer is; a compiled function that knows another form is compiled again."""
+        refusal = ""
+        if self.fuse_wgrad_accumulation and not self._is_whole():
+            refusal = (
+                "fuse_wgrad_accumulation with a weight in parts cannot be traced; make the layer without "
+                "fuse_wgrad_accumulation, or with one weight (no parameters_split, single_grouped_weight=True)"
+            )
+        form = Form(
+            features=(self._FEATURES, getattr(self, self._FEATURES)),
+            parameters=self._traced_names(),
+            tied=tuple(self._ties or ()),
+            outside_fp8=self._outside_fp8(),
+            is_shared=bool(self._exchange),
+            is_recomputed=self.checkpoint,
+            returns_bias=self._returns_bias(),
+            refusal=refusal,
+        )
+        self._traced.form = text_of(form)
 
     def _delayed_states_of_linears(self, *, forward: bool) -> list[Any]:
         """Return the scales of the linear operations, which are parts of the layer's state."""
         return [self.fp8_meta.get("scaling_fwd" if forward else "scaling_bwd")]
-
-    def _forward_traced(
-        self, inp: Any, is_first_microbatch: bool | None, *extras: torch.Tensor
-    ) -> Any:
-        """Forward as an operator, which a tracer sees."""
-        if (self._exchange or extras) and self._quantized_weights():
-            whose = "that ranks share" if self._exchange else "of experts"
-            message = (
-                f"{self.name}: torch.compile takes no quantised weights {whose} yet; call the layer outside of it, or "
-                "make it without quantized_model_init"
-            )
-            raise UnsupportedError(message)
-        params = self._traced_parameters()
-        self._check_input(inp, self._FEATURES, getattr(self, self._FEATURES), params[0].device)
-        kind = inp.device.type
-        if torch.is_autocast_enabled(kind):
-            x = inp.to(torch.get_autocast_dtype(kind))
-        else:
-            x = inp
-            for parameter in params:
-                if parameter.dtype != inp.dtype:
-                    self._check_types(inp)
-        if self.fuse_wgrad_accumulation and not self._is_whole():
-            message = (
-                f"{self.name}: fuse_wgrad_accumulation with a weight in parts cannot be traced; make the layer without "
-                "fuse_wgrad_accumulation, or with one weight (no parameters_split, single_grouped_weight=True)"
-            )
-            raise UnsupportedError(message)
-        if self._exchange:
-            out = self._run_traced_on_ranks(x, params, is_first_microbatch)
-        else:
-            out = self._run_traced(x, params, is_first_microbatch, *extras)
-        return self._with_bias(out) if self._returns_bias() else out
 
     def _prepare_on_ranks(self) -> None:
         """Prepare the form of a shared layer for tracers; runs once in a trace."""
@@ -505,20 +499,6 @@ class ProgramLayer(TransformerEngineBaseModule):
 
             return checkpoint(run, self, x, params, is_first_microbatch, use_reentrant=False)
         return run(self, x, params, is_first_microbatch)
-
-    def _run_traced(
-        self,
-        x: torch.Tensor,
-        params: list[torch.Tensor],
-        is_first_microbatch: bool | None,
-        *extras: torch.Tensor,
-    ) -> Any:
-        from te_fast.graphs import operators
-
-        if self.checkpoint and torch.is_grad_enabled():
-            given = (self._traced, self, x, extras, tuple(params), is_first_microbatch)
-            return recompute.checkpoint_in_graph(operators.apply, given, {}, {})
-        return operators.apply(self._traced, self, x, extras, tuple(params), is_first_microbatch)
 
     # Weight gradients ----------------------------------------------------------------------------
 

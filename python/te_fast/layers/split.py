@@ -109,10 +109,10 @@ class SplitLinear(PartedLayer):
         used = {name: getattr(self, name) for name in self._norm_names()} | {"weight": weight}
         return (used | {"bias": self._bias()} if self.apply_bias else used), version
 
-    def _traced_parameters(self) -> list[torch.Tensor]:
-        found = [self._seen_in_trace(name) for name in self._norm_names()]
+    def _traced_names(self) -> tuple[tuple[str, ...], ...]:
+        norms = [(name,) for name in self._norm_names()]
         kinds = (self.weight_names, self.bias_names) if self.apply_bias else (self.weight_names,)
-        return found + [joined([self._seen_in_trace(name) for name in names]) for names in kinds]
+        return (*norms, *[tuple(names) for names in kinds])
 
     def _returned_bias(self) -> torch.Tensor:
         return self._bias() if self.use_bias else getattr(self, self.bias_names[0])
