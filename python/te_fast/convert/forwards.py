@@ -107,6 +107,25 @@ class OwnedForward(Forward):
 
     _owner: weakref.ref[Any]
 
+    def _watched(self) -> Sequence[Watched]:
+        """Return the modules that the conversion found."""
+        raise NotImplementedError
+
+    def _is_current(self) -> bool:
+        """Tell whether the modules are still those of the conversion, and have no hooks."""
+        for owner, known in self._watched():
+            children = owner._modules
+            for name, module in known:
+                if children.get(name) is not module:
+                    return False
+        return not self._has_hooks()
+
+    def _has_hooks(self) -> bool:
+        """Tell whether one of the modules has hooks; a trace sees no later ones, as with torch's own modules."""
+        return any(has_hooks(module) for _, known in self._watched() for _, module in known)
+
+    _has_hooks._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
     def __getstate__(self) -> dict[str, Any]:
         """Store the module itself, since weak references are not copied."""
         return self.__dict__ | {"_owner": self._owner()}
@@ -161,16 +180,6 @@ def norm_and_mlp(
     return Tied(layer, ties)
 
 
-def _are_same(watched: Sequence[Watched]) -> bool:
-    """Whether the modules are still those of the conversion, and have no hooks."""
-    for owner, known in watched:
-        children = owner._modules
-        for name, module in known:
-            if children.get(name) is not module or has_hooks(module):
-                return False
-    return True
-
-
 class SequentialForward(OwnedForward):
     """A ``torch.nn.Sequential``, with norms and the linear layers behind them as one.
 
@@ -191,7 +200,11 @@ class SequentialForward(OwnedForward):
         self.fused, self.what = fused, what
         self._known = list(module._modules.items())
         inside = [range(at, at + count) for at, (_, count) in fused.items()]
-        self._watched = [self._known[place] for places in inside for place in places]
+        self._fused = [self._known[place] for places in inside for place in places]
+
+    def _watched(self) -> Sequence[Watched]:
+        owner: Any = self._owner()
+        return [(owner, self._fused)]
 
     def layers(self) -> dict[str, Tied]:
         """Return the fused layers by the names of their norms."""
@@ -200,7 +213,7 @@ class SequentialForward(OwnedForward):
     def __call__(self, input: torch.Tensor) -> Any:
         """Run the modules, one by one if a module was replaced since the conversion."""
         owner: Any = self._owner()
-        if list(owner._modules.items()) != self._known or not _are_same([(owner, self._watched)]):
+        if list(owner._modules.items()) != self._known or not self._is_current():
             return type(owner).forward(owner, input)
         place, x = 0, input
         while place < len(self._known):
@@ -277,14 +290,17 @@ class DecoderForward(OwnedForward):
         self.qkv, self.core, self.out = parts
         self.mlp: Tied | None = None
         self._tail: Tail | None = None
-        self._watched = [(attention.module, list(attention.module._modules.items()))]
+        self._found = [(attention.module, list(attention.module._modules.items()))]
         own = [("input_layernorm", first), ("self_attn", attention.module)]
         if found.activation is not None:
             mlp, second = layer.mlp, layer.post_attention_layernorm
             self.mlp = _gated_mlp(mlp, second, found, f"{name}.mlp")
-            self._watched.append((mlp, list(mlp._modules.items())))
+            self._found.append((mlp, list(mlp._modules.items())))
             own += [("post_attention_layernorm", second), ("mlp", mlp)]
-        self._watched.append((layer, own))
+        self._found.append((layer, own))
+
+    def _watched(self) -> Sequence[Watched]:
+        return self._found
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the native program out; the copy makes its own."""
@@ -323,7 +339,7 @@ class DecoderForward(OwnedForward):
             return False
         if given.get("output_attentions") or given.get("is_causal") is False:
             return False
-        return _are_same(self._watched)
+        return self._is_current()
 
     def _is_empty(self, cache: Any) -> bool:
         """Tell whether a cache is empty and returns only the new keys and values, as in Transformers' first call."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_fast.errors import UnsupportedError
-from te_fast.layers.form import forward_traced
+from te_fast.graphs.form import forward_traced
 from te_fast.runtime import native
 from te_fast.runtime.autocast import autocast
 from te_fast.runtime.compiling import CAN_COMPILE

@@ -149,7 +149,7 @@ class Traced:
         self._former_handles: list[torch.Tensor] = []
         #: The scales that it uses, with what happens when they are gone.
         self._states: dict[int, weakref.ref[DelayedScalingRecipeState]] = {}
-        #: What traces know of a layer beside its tensors (:class:`te_fast.layers.form.Form`), as a text.
+        #: What traces know of a layer beside its tensors (:class:`te_fast.graphs.form.Form`), as a text.
         self.form = ""
         self.program = program
         self.owner = weakref.ref(owner)

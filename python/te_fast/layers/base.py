@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import te_fast
-from te_fast.errors import DeviceError, DtypeError, ShapeError, UnsupportedError
+from te_fast.errors import DtypeError, UnsupportedError
 from te_fast.parallel.checkpoint import Share, shares_by_marks
 from te_fast.parallel.quantized import Role, quantizer_of_rows
 from te_fast.parallel.ranks import check_group, copy_sharing, size_of_group
@@ -513,34 +513,3 @@ class TransformerEngineBaseModule(StatefulModule):
     def is_fsdp2(self) -> bool:
         """Whether FSDP2 has taken the layer over."""
         return hasattr(self, "_get_fsdp_state")
-
-
-def check_input(
-    layer: TransformerEngineBaseModule,
-    inp: Any,
-    name: str,
-    features: int,
-    device: torch.device,
-) -> None:
-    """Raise unless the input is a tensor of the layer's size, on the device of its parameters."""
-    if not isinstance(inp, torch.Tensor):
-        message = f"{layer.name}: the input must be a torch.Tensor, got {type(inp).__name__}"
-        raise DtypeError(message)
-    if inp.dim() == 0 or inp.shape[-1] != features:
-        message = (
-            f"{layer.name}: the input's last dimension must be {name} = {features}, got a tensor "
-            f"of shape {list(inp.shape)}"
-        )
-        raise ShapeError(message)
-    if device.type == "meta":
-        message = (
-            f"{layer.name}: the parameters are on the meta device; call reset_parameters(), or "
-            "to_empty() and load a checkpoint, before a forward"
-        )
-        raise DeviceError(message)
-    if inp.device != device:
-        message = (
-            f"{layer.name}: the input must be on {device}, where the layer's weight is (move one "
-            f"with .to()), got {inp.device}"
-        )
-        raise DeviceError(message)

@@ -17,8 +17,7 @@ from te_fast.errors import (
     StateError,
     UnsupportedError,
 )
-from te_fast.layers.base import check_input
-from te_fast.layers.form import forward_traced
+from te_fast.graphs.form import forward_traced
 from te_fast.layers.parameters import (
     Init,
     check_sizes,
@@ -36,6 +35,7 @@ from te_fast.runtime.capturing import is_graph_capturing
 from te_fast.runtime.collectives import set_tensor_model_parallel_attributes
 from te_fast.runtime.compiling import is_traced
 from te_fast.runtime.global_state import autocast_state
+from te_fast.runtime.inputs import check_input
 from te_fast.runtime.parts import joined, lay_together
 from te_fast.runtime.splits import check_in_debug
 from te_fast.tensor.of_recipe import ONE, Stack

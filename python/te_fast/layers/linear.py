@@ -9,13 +9,13 @@ import torch
 from torch.nn import functional
 
 from te_fast.errors import ShapeError
+from te_fast.graphs.form import forward_traced
 from te_fast.layers import high_precision
-from te_fast.layers.base import check_input
-from te_fast.layers.form import forward_traced
 from te_fast.layers.parameters import check_sizes, options_of, refuse_userbuffers
 from te_fast.layers.split import SplitLinear
 from te_fast.runtime.compiling import is_traced
 from te_fast.runtime.global_state import autocast_state
+from te_fast.runtime.inputs import check_input
 from te_fast.tensor.primary import is_quantized
 
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_fast.errors import ShapeError, StateError, UnsupportedError
+from te_fast.graphs.form import Form, forward_traced, text_of
 from te_fast.graphs.traced import Traced
-from te_fast.layers.base import TransformerEngineBaseModule, _callers_level, check_input
-from te_fast.layers.form import Form, forward_traced, text_of
+from te_fast.layers.base import TransformerEngineBaseModule, _callers_level
 from te_fast.layers.load_torch import copy_into
 from te_fast.layers.parameters import constant, initialise, materialise, refuse
 from te_fast.layers.recomputed import recomputed
@@ -25,6 +25,7 @@ from te_fast.runtime import main_grad, native, recompute, scale_tape
 from te_fast.runtime.capturing import is_graph_capturing
 from te_fast.runtime.compiling import is_exporting, is_traced
 from te_fast.runtime.global_state import autocast_state
+from te_fast.runtime.inputs import check_input
 from te_fast.tensor.primary import is_quantized
 
 if TYPE_CHECKING:
@@ -47,7 +48,8 @@ class ProgramLayer(TransformerEngineBaseModule):
     fuse_wgrad_accumulation: bool
     checkpoint = False
     #: For a converted model, by name: the module that has the parameter, and the parameter's name in it.
-    _ties: dict[str, tuple[torch.nn.Module, str]] | None = None
+    _tied_modules: dict[str, torch.nn.Module] = {}  # noqa: RUF012 (replaced, never written to)
+    _tied_names: tuple[tuple[str, str], ...] = ()
 
     layer_norm_weight: torch.Tensor | None
     layer_norm_bias: torch.Tensor | None
@@ -446,7 +448,8 @@ class ProgramLayer(TransformerEngineBaseModule):
         ties : dict
             Name in the layer to the module that has the parameter, and the name in that module.
         """
-        self.__dict__["_ties"] = ties
+        self.__dict__["_tied_modules"] = {name: module for name, (module, _) in ties.items()}
+        self.__dict__["_tied_names"] = tuple((name, theirs) for name, (_, theirs) in ties.items())
         self._note_form()
 
     def _note_form(self) -> None:
@@ -460,7 +463,7 @@ class ProgramLayer(TransformerEngineBaseModule):
         form = Form(
             features=(self._FEATURES, getattr(self, self._FEATURES)),
             parameters=self._traced_names(),
-            tied=tuple(self._ties or ()),
+            tied=self._tied_names,
             outside_fp8=self._outside_fp8(),
             is_shared=bool(self._exchange),
             is_recomputed=self.checkpoint,

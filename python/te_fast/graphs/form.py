@@ -7,18 +7,15 @@ form tells is a constant of the trace. A layer has another form after a change.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
 
 from te_fast.errors import UnsupportedError
-from te_fast.layers.base import check_input
 from te_fast.runtime import recompute
+from te_fast.runtime.inputs import check_input
 from te_fast.runtime.parts import joined
-
-if TYPE_CHECKING:
-    from te_fast.layers.program import ProgramLayer
 
 
 class Form(NamedTuple):
@@ -28,8 +25,8 @@ class Form(NamedTuple):
     features: tuple[str, int]
     #: Names of the program's parameters, in order; several names are the parts of one.
     parameters: tuple[tuple[str, ...], ...]
-    #: The parameters that belong to other modules.
-    tied: tuple[str, ...]
+    #: The parameters that belong to other modules, and their names in these.
+    tied: tuple[tuple[str, str], ...]
     #: The path of calls outside of FP8, as of ``ProgramLayer._outside_fp8``.
     outside_fp8: str
     is_shared: bool
@@ -58,24 +55,23 @@ def _form_of(text: str) -> Form:
 _form_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _parameter(layer: Any, name: str, tied: tuple[str, ...]) -> Any:
+def _parameter(layer: Any, name: str, tied: dict[str, str]) -> Any:
     if name in tied:
-        module, theirs = layer._ties[name]
-        return module._parameters[theirs]
+        return layer._tied_modules[name]._parameters[tied[name]]
     # A sharded or parametrised layer has another attribute instead.
     has_it = layer._traced.owner_has(name)
     return layer._parameters[name] if has_it else getattr(layer, name)
 
 
 def forward_traced(
-    layer: ProgramLayer, inp: Any, is_first_microbatch: bool | None, *extras: torch.Tensor
+    layer: Any, inp: Any, is_first_microbatch: bool | None, *extras: torch.Tensor
 ) -> Any:
     """Compute a layer's forward as an operator, which a tracer sees.
 
     Parameters
     ----------
-    layer : ProgramLayer
-        The layer.
+    layer : torch.nn.Module
+        A ``ProgramLayer``.
     inp : torch.Tensor
         Its input.
     is_first_microbatch : bool, optional
@@ -106,8 +102,9 @@ def forward_traced(
             "make it without quantized_model_init"
         )
         raise UnsupportedError(message)
+    tied = dict(form.tied)
     params = [
-        joined([_parameter(layer, name, form.tied) for name in names]) for names in form.parameters
+        joined([_parameter(layer, name, tied) for name in names]) for names in form.parameters
     ]
     check_input(layer, inp, *form.features, params[0].device)
     kind = inp.device.type
@@ -126,7 +123,7 @@ def forward_traced(
 
 
 def _run(
-    layer: ProgramLayer,
+    layer: Any,
     form: Form,
     x: torch.Tensor,
     params: list[torch.Tensor],
