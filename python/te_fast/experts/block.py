@@ -37,6 +37,9 @@ _ACTIVATIONS: dict[str, tuple[Callable[..., Any], int]] = {
     "srelu": (ScaledSReLU, 1),
 }
 
+#: Types of a router that a program converts to float32.
+_ROUTER_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
 _AS_IT_IS = nullcontext()
 
 #: Arguments of :func:`te_fast.moe.router.choice_of` between the number of experts and the bias.
@@ -53,8 +56,8 @@ class MoE(torch.nn.Module):
     Router, permutation, experts and sum are one program with one autograd node. In some calls torch's operations route
     the tokens before the rest runs: if the tokens have another type than the experts compute in, if ranks share the
     experts, if the call is traced, or if the router is no plain parameter. If `experts` or an operation in it has a
-    hook, torch's operations route, too, and the operations are called one by one. The router's sums in FP32 then have
-    another order.
+    hook, or the device has no kernels for the products of all experts, torch's operations route, too, and the
+    operations are called one by one. The router's sums in FP32 then have another order.
 
     Parameters
     ----------
@@ -257,7 +260,14 @@ class MoE(torch.nn.Module):
 
     def _program(self, experts: Any, inp: torch.Tensor) -> ExpertsProgram | None:
         """Return the program of the whole block; None if it does not take the call."""
-        if self._ranks is not None:
+        parameters = self._parameters
+        weight = parameters["router"]
+        if (
+            self._ranks is not None
+            or weight is None
+            or weight.dtype not in _ROUTER_TYPES
+            or not is_unseen(inp, weight)
+        ):
             return None
         how, bias = self._how, self._buffers["expert_bias"]
         asked = (*how, bias is not None, self.aux_loss_coeff != 0.0)
@@ -265,16 +275,17 @@ class MoE(torch.nn.Module):
             choice = choice_of(self.num_experts, *how, bias)
             self._router = asked, Router(choice, *asked[len(how) :])
         router = self._router[1]
-        return self._mixture.routed_program(experts, inp, self.topk, router, self._parameters)
+        return self._mixture.routed_program(experts, inp, self.topk, router, parameters)
 
     def _in_one(
         self, program: ExpertsProgram, inp: torch.Tensor, is_first_microbatch: bool | None
     ) -> Any:
         """Return the result of the block's program and the logits; None for logits that nobody needs."""
-        bias, total = self._buffers["expert_bias"], self._buffers["tokens_per_expert"]
-        if bias is None or total is None:
+        bias: Any = self._buffers["expert_bias"]
+        if bias is None:
             made = program(inp, (), is_first_microbatch)
         else:
+            total: Any = self._buffers["tokens_per_expert"]
             counts = torch.empty_like(total)
             made = program(inp, (bias, counts), is_first_microbatch)
             if self.training:

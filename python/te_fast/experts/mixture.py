@@ -12,9 +12,6 @@ from te_fast.moe.permutation import moe_permute_with_probs, moe_unpermute
 from te_fast.ops.sequential import Sequential
 from te_fast.runtime.compiling import is_unseen
 
-#: Types of a router's weight that a program converts to float32.
-_WEIGHT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
-
 
 class Mixture:
     """Permutation, experts and sum: one program, maybe with a router, or the operations one by one if they have hooks.
@@ -76,28 +73,22 @@ class Mixture:
         router: Router,
         parameters: dict[str, Any],
     ) -> ExpertsProgram | None:
-        """Return the program that also routes the tokens; None if it cannot replace the router and the operations.
+        """Return the program that also routes the tokens; None if it cannot replace the calls of the operations.
 
         Parameters
         ----------
         experts : Sequential
             The two products and the activation between them.
         tokens : torch.Tensor
-            ``(..., hidden_size)``.
+            ``(..., hidden_size)``, without hooks or tracing.
         topk : int
             Experts of a token.
         router : Router
             How the router chooses.
         parameters : dict
-            The dictionary that has its weight as ``"router"``.
+            The dictionary that has the router's weight as ``"router"``.
         """
-        weight = parameters["router"]
-        if (
-            weight is None
-            or weight.dtype not in _WEIGHT_TYPES
-            or not is_unseen(tokens, weight)
-            or not takes(experts, tokens)
-        ):
+        if not takes(experts, tokens):
             return None
         if self.routed is None or not self.routed.is_of(experts, topk, router):
             if not is_one_program(experts):
