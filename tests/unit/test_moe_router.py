@@ -339,7 +339,7 @@ def test_nothing_is_kept_after_a_step():
 
     step()
     counts = [step() for _ in range(3)]
-    assert counts[0] == counts[-1]
+    assert counts[-1] <= counts[0]
     program = block._mixture.routed.program
     assert program.plan_count() == 1
     gone = weakref.ref(program)

@@ -166,7 +166,7 @@ class MoE(torch.nn.Module):
         self.use_pre_softmax = use_pre_softmax
         self.num_groups, self.group_topk = num_groups, group_topk
         self.scaling_factor, self.aux_loss_coeff = scaling_factor, aux_loss_coeff
-        self._router: tuple[tuple[Any, ...], Router] | None = None
+        self._router: tuple[tuple[_How, bool, bool], Router] | None = None
         options = parameter_options(device, dtype, "MoE")
         of_router = {**options, "dtype": torch.float32}
         self.router = torch.nn.Parameter(torch.empty(num_experts, hidden_size, **of_router))
@@ -270,10 +270,10 @@ class MoE(torch.nn.Module):
         ):
             return None
         how, bias = self._how, self._buffers["expert_bias"]
-        asked = (*how, bias is not None, self.aux_loss_coeff != 0.0)
+        asked = how, bias is not None, self.aux_loss_coeff != 0.0
         if self._router is None or self._router[0] != asked:
             choice = choice_of(self.num_experts, *how, bias)
-            self._router = asked, Router(choice, *asked[len(how) :])
+            self._router = asked, Router(choice, *asked[1:])
         router = self._router[1]
         return self._mixture.routed_program(experts, inp, self.topk, router, parameters)
 

@@ -506,14 +506,7 @@ impl Link {
         let count = shape.iter().product::<i64>();
         let fits = match self.op {
             Op::Permute { experts, .. } => {
-                let (fits, what, expected) = if number == 0 {
-                    (Routing::of_mask(got).is_some(), "the routing map", "bool or integers of 8, 32 or 64 bits")
-                } else {
-                    (got.as_float().is_some(), "the probabilities", "float32, float16 or bfloat16")
-                };
-                if !fits {
-                    return Err(Error::dtype(OP, what, format!("{expected}, as op {} takes it", self.label), got));
-                }
+                self.check_routing(number, got)?;
                 shape.len() == 2 && shape[0] == rows as i64 && shape[1] == experts as i64
             }
             Op::AddExtraInput { .. } => {
@@ -531,14 +524,7 @@ impl Link {
                 count == groups.count as i64 && shape.last() == Some(&count)
             }
             Op::Router(Router { choice, .. }) => {
-                let (fits, what, expected) = if number == 0 {
-                    (got.as_float().is_some(), "the bias of the experts", "float32, float16 or bfloat16")
-                } else {
-                    (got == DType::I64, "the counts of the experts' tokens", "int64")
-                };
-                if !fits {
-                    return Err(Error::dtype(OP, what, format!("{expected}, as op {} takes it", self.label), got));
-                }
+                self.check_routing(number, got)?;
                 count == choice.experts as i64
             }
             _ => {
@@ -564,6 +550,21 @@ impl Link {
             _ => format!("one value for each of the {rows} rows of op {}", self.label),
         };
         Err(Error::shape(OP, "an extra input", expected, format!("a tensor of shape {shape:?}")))
+    }
+
+    /// Refuses a type of extra input `number` of a router or a permutation.
+    fn check_routing(&self, number: usize, got: DType) -> Result<()> {
+        const FLOATS: &str = "float32, float16 or bfloat16";
+        let (fits, what, expected) = match (self.op, number) {
+            (Op::Router(_), 0) => (got.as_float().is_some(), "the bias of the experts", FLOATS),
+            (Op::Router(_), _) => (got == DType::I64, "the counts of the experts' tokens", "int64"),
+            (_, 0) => (Routing::of_mask(got).is_some(), "the routing map", "bool or integers of 8, 32 or 64 bits"),
+            _ => (got.as_float().is_some(), "the probabilities", FLOATS),
+        };
+        if fits {
+            return Ok(());
+        }
+        Err(Error::dtype(OP, what, format!("{expected}, as op {} takes it", self.label), got))
     }
 
     fn width(&self, cols: usize) -> Result<usize> {

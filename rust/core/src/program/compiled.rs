@@ -180,6 +180,11 @@ impl Program {
         self.facts.edges.last().map_or(self.facts.key.cols, |edge| edge.cols)
     }
 
+    /// Columns of the output and of each extra output.
+    pub fn result_cols(&self) -> impl Iterator<Item = usize> + '_ {
+        std::iter::once(self.out_cols()).chain(self.extra_outputs.iter().map(|&(cols, _)| cols))
+    }
+
     /// Columns of the edges: the input of each op, and the output.
     pub fn widths(&self) -> impl Iterator<Item = usize> + '_ {
         self.facts.edges.iter().map(|edge| edge.cols)

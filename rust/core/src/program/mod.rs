@@ -25,6 +25,7 @@ mod pieces;
 mod planned;
 mod port;
 mod replay;
+mod router_product;
 mod routers;
 mod routes;
 mod sized;

@@ -4,7 +4,7 @@
 use te_fast_kernels::Float;
 
 use crate::base::error::{Error, Result};
-use crate::gemm::problem::{GemmPointers, Operand, Problem, ScaleMode};
+use crate::gemm::problem::GemmPointers;
 use crate::ops::affine::{AffinePointers, AffineSpec};
 use crate::ops::router::{RouterBwdPointers, RouterPointers};
 use crate::program::backward_compiler::Compiler as Backward;
@@ -12,47 +12,9 @@ use crate::program::buffer::At;
 use crate::program::chain::{Link, OP, Router};
 use crate::program::edge::{Rows, Value};
 use crate::program::forward_compiler::{Compiler as Forward, Routed};
-use crate::program::linear_op::LinearOp;
 use crate::program::port::Port;
+use crate::program::router_product::{ProductKind, RouterProduct};
 use crate::program::work::{FlowName, Work};
-
-/// One of the products of a router, for any number of tokens.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct RouterProduct {
-    kind: ProductKind,
-    experts: usize,
-    cols: usize,
-}
-
-#[derive(Clone, Copy, Debug)]
-enum ProductKind {
-    /// `x · Wᵀ`.
-    Logits,
-    /// `dlogits · W`, written or added.
-    TokensGrad { accumulate: bool },
-    /// `dlogitsᵀ · x`.
-    WeightGrad,
-}
-
-impl RouterProduct {
-    const fn new(router: &Router, kind: ProductKind) -> Self {
-        Self { kind, experts: router.choice.experts, cols: router.cols }
-    }
-
-    pub(crate) fn problem(&self, tokens: usize) -> Problem {
-        let Self { experts, cols, .. } = *self;
-        let operand = |ld, k_outermost| Operand { dtype: Float::F32.into(), scale: ScaleMode::None, ld, k_outermost };
-        let plain = |sizes, x, w| LinearOp::plain(sizes, x, w, Float::F32);
-        match self.kind {
-            ProductKind::Logits => plain([tokens, experts, cols], operand(cols, false), operand(cols, false)),
-            ProductKind::TokensGrad { accumulate } => {
-                let problem = plain([tokens, cols, experts], operand(experts, false), operand(cols, true));
-                Problem { accumulate, ..problem }
-            }
-            ProductKind::WeightGrad => plain([experts, cols, tokens], operand(experts, true), operand(cols, true)),
-        }
-    }
-}
 
 /// `x · w`, into `d`.
 fn product(x: At, w: At, d: At) -> GemmPointers<At> {

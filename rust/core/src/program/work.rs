@@ -19,7 +19,7 @@ use crate::program::cast::Cast;
 use crate::program::edge::{Layouts, Rows};
 use crate::program::linear_op::Product;
 use crate::program::port::Port;
-use crate::program::routers::RouterProduct;
+use crate::program::router_product::RouterProduct;
 use crate::quant::quantizer::{QuantPlan, QuantPointers};
 
 /// One launch, or the few launches of one quantisation. A spec's rows are the step's.
