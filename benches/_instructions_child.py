@@ -50,10 +50,7 @@ def counted(body: Callable[[], object], mark: Callable[[], object]) -> None:
 
 
 def step_of_experts(experts: int) -> dict[str, Callable[[], None]]:
-    """Forward and backward of a layer of experts, and of a whole block with its router, on few tokens.
-
-    torch's own operations run: the block's router has two small products.
-    """
+    """Forward and backward of a layer of experts, and of a whole block with its router, on few tokens."""
     options: dict[str, Any] = {"device": "cpu", "single_grouped_weight": True}
     layer = te.GroupedLinear(experts, 32, 32, bias=False, params_dtype=torch.bfloat16, **options)
     block = te.MoE(32, 32, experts, 8, dtype=torch.bfloat16, **options)

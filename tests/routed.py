@@ -57,7 +57,7 @@ def step(block, given, recipe, *, as_program, is_first=None):
     experts, topk, mixture = block.experts, block.topk, block._mixture
     with te.autocast(enabled=recipe is not None, recipe=recipe):
         if as_program:
-            y = mixture.program_of(experts, topk)(x, mask, probs, is_first)
+            y = mixture.program_of(experts, topk)(x, (mask, probs), is_first)
         else:
             y = mixture.one_by_one(experts, x, mask, probs, topk, is_first)
     y.backward(grad)

@@ -3,7 +3,7 @@
 //
 // Launch: blocks = ceil(rows * ceil(cols / 8) / 256), 256 threads, eight columns of a row each.
 // Needs:  contiguous x, r, y of rows x cols, b of cols; 16-byte aligned rows of all take the vector path.
-// Moves:  sizeof(x) + sizeof(y) bytes per element, + sizeof(x) with r.
+// Moves:  sizeof(x) + sizeof(y) bytes per element, + sizeof(r) with r.
 
 #include "common/constants.cuh"
 #include "common/vec.cuh"
@@ -12,15 +12,15 @@ namespace te_fast::quantize {
 
 struct AffineParams {
     const void* x;
-    const void* r;  // of x's type; null: none
-    const void* b;  // of x's type or b_type; null: none
+    const void* r;  // of r_type; null: none
+    const void* b;  // of b_type; null: none
     void* y;
     uint64_t rows;
     uint64_t cols;
     float alpha;
     uint32_t y_type;  // FloatKind
     uint32_t b_type;
-    uint32_t unused;
+    uint32_t r_type;
 };
 static_assert(sizeof(AffineParams) == kAffineParamsBytes);
 
@@ -71,7 +71,7 @@ __device__ void affine(const AffineParams& p) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) x[i] *= p.alpha;
     if (p.r != nullptr) {
-        load_row<In>(p.r, index, count, other);
+        load_typed(p.r, p.r_type, index, count, other);
 #pragma unroll
         for (int i = 0; i < 8; ++i) x[i] = __fadd_rn(x[i], other[i]);
     }

@@ -256,7 +256,19 @@ class Program:
         slots: tuple[int, int],
     ) -> None: ...
     def identity(self, label: str) -> None: ...
-    def permute(self, label: str, num_experts: int, topk: int) -> None: ...
+    def permute(self, label: str, num_experts: int, topk: int, *, routed: bool = ...) -> None: ...
+    def router(
+        self,
+        label: str,
+        parameters: dict[str, Any],
+        weight: str,
+        num_experts: int,
+        cols: int,
+        choice: tuple[int, int, int, str, str, float],
+        *,
+        biased: bool,
+        logits: bool,
+    ) -> None: ...
     def unpermute(self, label: str) -> None: ...
     def linear(
         self,

@@ -293,7 +293,8 @@ def test_whole_blocks(recipe, one_by_one):
         (y.sum() + loss).backward()
         found.append((y, x.grad, *(p.grad for p in block.parameters())))
         copy.deepcopy(block)(x.detach())
-    assert all(map(torch.equal, *found))
+    # Without a program, the router's products are torch's: sums in FP32 of another order.
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
 @needs_compile

@@ -11,6 +11,10 @@ from te_fast.runtime import native
 from te_fast.runtime.second_order import refuse_second_order
 
 
+def _by_rows(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.dim() == 2 else tensor.view(-1, tensor.shape[-1])
+
+
 class _BalancingLoss(torch.autograd.Function):
     """Arguments: logits, how scores are computed, weight of the loss.
 
@@ -22,10 +26,10 @@ class _BalancingLoss(torch.autograd.Function):
         keeps = not choice._keeps_result
         made: Any = native.router_forward(logits, None, choice, None, (keeps, True, False))
         scores, kept, chosen, _ = made
-        counts = chosen.sum(0, dtype=torch.float32)
+        counts = _by_rows(chosen).sum(0, dtype=torch.float32)
         ctx.save_for_backward(kept if keeps else scores, counts)
         ctx.choice, ctx.factor = choice, factor
-        return (scores.sum(0) * counts).sum() * factor
+        return (_by_rows(scores).sum(0) * counts).sum() * factor
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
@@ -49,7 +53,7 @@ def balancing_loss(
     Parameters
     ----------
     logits : torch.Tensor
-        float32 ``(tokens, experts)``, at least one token, a tensor without hooks or tracing; as many experts as kernels
+        float32 ``(..., experts)``, at least one token, a tensor without hooks or tracing; as many experts as kernels
         take.
     topk : int
         Experts of a token.
@@ -58,7 +62,8 @@ def balancing_loss(
     coeff : float
         Weight of the loss.
     """
-    tokens, experts = logits.shape
+    experts = logits.shape[-1]
+    tokens = logits.numel() // experts
     choice = Choice(topk, 0, 0, score_function, "all", 1.0)
     loss: torch.Tensor = _apply(logits, choice, experts * coeff / topk / tokens**2)
     return loss

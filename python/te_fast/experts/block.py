@@ -13,8 +13,8 @@ from te_fast.errors import ArgumentError, ShapeError, UnsupportedError
 from te_fast.experts.balancing_loss import balancing_loss
 from te_fast.experts.exchange import expert_ranks
 from te_fast.experts.mixture import Mixture
-from te_fast.experts.route_tokens import route_tokens
-from te_fast.moe.choice import MOST_EXPERTS, Choice
+from te_fast.experts.program import ExpertsProgram, Router
+from te_fast.moe.choice import MOST_EXPERTS
 from te_fast.moe.router import (
     choice_of,
     fused_compute_score_for_moe_aux_loss,
@@ -37,9 +37,12 @@ _ACTIVATIONS: dict[str, tuple[Callable[..., Any], int]] = {
     "srelu": (ScaledSReLU, 1),
 }
 
+#: Types of a router that a program converts to float32.
+_ROUTER_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
 _AS_IT_IS = nullcontext()
 
-#: Arguments of :func:`te_fast.moe.router.choice_of` after the number of experts.
+#: Arguments of :func:`te_fast.moe.router.choice_of` between the number of experts and the bias.
 _How = tuple[int, bool, int | None, int | None, float | None, str]
 
 
@@ -50,8 +53,11 @@ class MoE(torch.nn.Module):
     inside :class:`te_fast.pytorch.autocast`, the router in FP32. The numbers of the experts' rows stay on the device,
     so that the host never waits and CUDA graphs can capture the block.
 
-    Permutation, experts and sum are one program. If `experts` or an operation in it has a hook, the operations are
-    called one by one, with the same result.
+    Router, permutation, experts and sum are one program with one autograd node. In some calls torch's operations route
+    the tokens before the rest runs: if the tokens have another type than the experts compute in, if ranks share the
+    experts, if the call is traced, or if the router is no plain parameter. If `experts` or an operation in it has a
+    hook, or the device has no kernels for the products of all experts, torch's operations route, too, and the
+    operations are called one by one. The router's sums in FP32 then have another order.
 
     Parameters
     ----------
@@ -160,7 +166,7 @@ class MoE(torch.nn.Module):
         self.use_pre_softmax = use_pre_softmax
         self.num_groups, self.group_topk = num_groups, group_topk
         self.scaling_factor, self.aux_loss_coeff = scaling_factor, aux_loss_coeff
-        self._choice: tuple[_How, Choice] | None = None
+        self._router: tuple[tuple[_How, bool, bool], Router] | None = None
         options = parameter_options(device, dtype, "MoE")
         of_router = {**options, "dtype": torch.float32}
         self.router = torch.nn.Parameter(torch.empty(num_experts, hidden_size, **of_router))
@@ -225,19 +231,25 @@ class MoE(torch.nn.Module):
         outside: Any = _AS_IT_IS
         if is_any_autocast_enabled():
             outside = torch.autocast(inp.device.type, enabled=False)
-        with outside:
-            probs, chosen, logits = self._route(inp)
-        self._count(chosen)
+        # Attributes of modules that lie in this dictionary cost several microseconds.
         experts: Any = self._modules["experts"]
-        merged = self._mixture(experts, inp, chosen, probs, self.topk, is_first_microbatch)
+        program = self._program(experts, inp)
+        if program is not None:
+            merged, logits = self._in_one(program, inp, is_first_microbatch)
+        else:
+            with outside:
+                probs, chosen, logits = self._route(inp)
+            if self.training and self.tokens_per_expert is not None:
+                self.tokens_per_expert.add_(chosen.sum(0))
+            merged = self._mixture(experts, inp, chosen, probs, self.topk, is_first_microbatch)
         if self.aux_loss_coeff == 0.0:
             return merged
         with outside:
             return merged, self._aux_loss(logits)
 
-    def _route(self, inp: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return probabilities, the map of the chosen experts, and logits, each ``(tokens, experts)``."""
-        how: _How = (
+    @property
+    def _how(self) -> _How:
+        return (
             self.topk,
             self.use_pre_softmax,
             self.num_groups,
@@ -245,21 +257,52 @@ class MoE(torch.nn.Module):
             self.scaling_factor,
             self.score_function,
         )
-        # Attributes of modules that lie in these dictionaries cost several microseconds.
-        router, bias = self._parameters["router"], self._buffers["expert_bias"]
-        if self.num_experts <= MOST_EXPERTS and router is not None and is_unseen(inp, router):
-            if self._choice is None or self._choice[0] != how:
-                self._choice = how, choice_of(self.num_experts, *how, bias)
-            return route_tokens(inp, router, bias, self._choice[1])
+
+    def _program(self, experts: Any, inp: torch.Tensor) -> ExpertsProgram | None:
+        """Return the program of the whole block; None if it does not take the call."""
+        parameters = self._parameters
+        weight = parameters["router"]
+        if (
+            self._ranks is not None
+            or weight is None
+            or weight.dtype not in _ROUTER_TYPES
+            or not is_unseen(inp, weight)
+        ):
+            return None
+        how, bias = self._how, self._buffers["expert_bias"]
+        asked = how, bias is not None, self.aux_loss_coeff != 0.0
+        if self._router is None or self._router[0] != asked:
+            choice = choice_of(self.num_experts, *how, bias)
+            self._router = asked, Router(choice, *asked[1:])
+        router = self._router[1]
+        return self._mixture.routed_program(experts, inp, self.topk, router, parameters)
+
+    def _in_one(
+        self, program: ExpertsProgram, inp: torch.Tensor, is_first_microbatch: bool | None
+    ) -> Any:
+        """Return the result of the block's program and the logits; None for logits that nobody needs."""
+        bias: Any = self._buffers["expert_bias"]
+        if bias is None:
+            made = program(inp, (), is_first_microbatch)
+        else:
+            total: Any = self._buffers["tokens_per_expert"]
+            counts = torch.empty_like(total)
+            made = program(inp, (bias, counts), is_first_microbatch)
+            if self.training:
+                total.add_(counts)
+        return made if type(made) is tuple else (made, None)
+
+    def _route(self, inp: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return probabilities, the map of the chosen experts, and logits, each ``(tokens, experts)``."""
         if torch._C._are_functorch_transforms_active():
             message = "MoE: torch.func transforms (vmap, grad, ...) do not work here; use torch.nn layers in them"
             raise UnsupportedError(message)
         tokens = inp.reshape(-1, self.hidden_size)
         logits = functional.linear(tokens.float(), self.router.float())
-        return *fused_topk_with_score_function(logits, *how, bias), logits
+        return *fused_topk_with_score_function(logits, *self._how, self.expert_bias), logits
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Drop the program, since ``.to()`` and its kin replace the parameters."""
+        """Drop the programs, since ``.to()`` and its kin replace the parameters."""
         self._mixture.forget()
         return super()._apply(fn, recurse)
 
@@ -274,7 +317,7 @@ class MoE(torch.nn.Module):
         return self._mixture.explain(self.experts)
 
     def _aux_loss(self, logits: torch.Tensor) -> torch.Tensor:
-        if logits.shape[0] == 0:
+        if logits.numel() == 0:
             return logits.sum()
         if self.num_experts <= MOST_EXPERTS and is_unseen(logits):
             return balancing_loss(logits, self.topk, self.score_function, self.aux_loss_coeff)
@@ -284,11 +327,6 @@ class MoE(torch.nn.Module):
         sizes = logits.shape[0], self.num_experts, self.topk
         counts = chosen.sum(0, dtype=torch.float32)
         return fused_moe_aux_loss(scores, counts, *sizes, self.aux_loss_coeff)
-
-    def _count(self, chosen: torch.Tensor) -> None:
-        counts = self._buffers["tokens_per_expert"]
-        if counts is not None and self.training:
-            counts.add_(chosen.sum(0))
 
     def update_expert_bias(self, rate: float = 1e-3) -> None:
         """Move the bias of each expert towards an even share of all ranks' tokens since the last update.

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 
 from te_fast.experts.exchange import ExpertRanks
-from te_fast.experts.program import ExpertsProgram, is_one_program, takes
+from te_fast.experts.program import ExpertsProgram, Router, is_one_program, takes
 from te_fast.moe.permutation import moe_permute_with_probs, moe_unpermute
 from te_fast.ops.sequential import Sequential
 from te_fast.runtime.compiling import is_unseen
 
 
 class Mixture:
-    """Permutation, experts and sum: one program, or the operations one by one if they have hooks.
+    """Permutation, experts and sum: one program, maybe with a router, or the operations one by one if they have hooks.
 
     Parameters
     ----------
@@ -26,12 +26,13 @@ class Mixture:
 
     def __init__(self, name: str, ranks: ExpertRanks | None = None) -> None:
         self._name, self._ranks = name, ranks
-        #: Made at first use, and again for other operations.
+        #: Made at first use, and again for other operations; the second one has a router.
         self.program: ExpertsProgram | None = None
+        self.routed: ExpertsProgram | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for copies and pickles, without the program, which each copy makes for itself."""
-        return self.__dict__ | {"program": None}
+        """Return the state for copies and pickles, without the programs, which each copy makes for itself."""
+        return self.__dict__ | {"program": None, "routed": None}
 
     def __call__(
         self,
@@ -60,8 +61,40 @@ class Mixture:
         if self._ranks is None and is_unseen(tokens) and takes(experts, tokens):
             program = self.program_of(experts, topk)
             if program is not None:
-                return program(tokens, chosen, probs, is_first_microbatch)
+                merged: torch.Tensor = program(tokens, (chosen, probs), is_first_microbatch)
+                return merged
         return self.one_by_one(experts, tokens, chosen, probs, topk, is_first_microbatch)
+
+    def routed_program(
+        self,
+        experts: Sequential,
+        tokens: torch.Tensor,
+        topk: int,
+        router: Router,
+        parameters: dict[str, Any],
+    ) -> ExpertsProgram | None:
+        """Return the program that also routes the tokens; None if it cannot replace the calls of the operations.
+
+        Parameters
+        ----------
+        experts : Sequential
+            The two products and the activation between them.
+        tokens : torch.Tensor
+            ``(..., hidden_size)``, without hooks or tracing.
+        topk : int
+            Experts of a token.
+        router : Router
+            How the router chooses.
+        parameters : dict
+            The dictionary that has the router's weight as ``"router"``.
+        """
+        if not takes(experts, tokens):
+            return None
+        if self.routed is None or not self.routed.is_of(experts, topk, router):
+            if not is_one_program(experts):
+                return None
+            self.routed = ExpertsProgram(experts, topk, self._name, router, parameters)
+        return self.routed if self.routed.keeps_type(tokens) else None
 
     def program_of(self, experts: Sequential, topk: int) -> ExpertsProgram | None:
         """Return the program of the operations with permutation and sum; None if they cannot be one program."""
@@ -102,9 +135,10 @@ class Mixture:
         return moe_unpermute(out, row_map, restore_shape=tokens.shape).view(shape)
 
     def forget(self) -> None:
-        """Drop the program, since parameters are being replaced."""
-        self.program = None
+        """Drop the programs, since parameters are being replaced."""
+        self.program = self.routed = None
 
     def explain(self, experts: Sequential) -> str:
         """Describe the launches of calls."""
-        return experts.explain() if self.program is None else self.program.explain()
+        programs = [program for program in (self.routed, self.program) if program is not None]
+        return "\n".join([program.explain() for program in programs]) or experts.explain()

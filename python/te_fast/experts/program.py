@@ -1,12 +1,13 @@
-"""Tokens through experts as one program: permutation, products, activation, and the sum of results."""
+"""Tokens through experts as one program: router, permutation, products, activation, and the sum of results."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from te_fast import _config
+from te_fast.moe.choice import Choice
 from te_fast.ops import fuser
 from te_fast.ops.basic.grouped_linear import GroupedLinear
 from te_fast.ops.basic.scaled import ScaledActivation
@@ -19,8 +20,26 @@ from te_fast.runtime.global_state import FP8GlobalStateManager
 from te_fast.runtime.module_hooks import are_called_plainly
 
 
+class Router(NamedTuple):
+    """A router as the first operation of a program.
+
+    Attributes
+    ----------
+    choice : Choice
+        How experts are chosen.
+    is_biased : bool
+        Calls pass a bias of the experts, and memory for the number of each expert's tokens.
+    gives_logits : bool
+        Calls return the logits behind the result.
+    """
+
+    choice: Choice
+    is_biased: bool
+    gives_logits: bool
+
+
 class ExpertsProgram:
-    """The operations of a block, the permutation and the sum as one program.
+    """The operations of a block, the permutation and the sum as one program, with the router or without.
 
     The program uses the operations' parameters, FP8 weights and scales. If the operations change, the block makes
     another program.
@@ -33,11 +52,22 @@ class ExpertsProgram:
         Experts of a token.
     name : str
         Name in messages.
+    router : Router, optional
+        The router; without it, calls pass masks and probabilities.
+    parameters : dict, optional
+        The dictionary that has the router's weight as ``"router"``.
     """
 
-    def __init__(self, experts: Sequential, topk: int, name: str) -> None:
+    def __init__(
+        self,
+        experts: Sequential,
+        topk: int,
+        name: str,
+        router: Router | None = None,
+        parameters: dict[str, Any] | None = None,
+    ) -> None:
         self._ops: tuple[Any, ...] = tuple(experts)
-        self._topk = topk
+        self._topk, self._router = topk, router
         self._handles = _handles_of(self._ops)
         self._is_stale = False
         first = self._ops[0]
@@ -49,8 +79,13 @@ class ExpertsProgram:
             (op._parameters, name) for op in self._ops[::2] for name in _first_names(op)
         ]
         program = self.program = native.Program(name)
-        program.permute("permute", first.num_groups, topk)
         labels = self._labels = ["permute"]
+        if router is not None and parameters is not None:
+            labels.insert(0, "router")
+            sizes = first.num_groups, first.in_features
+            how = {"biased": router.is_biased, "logits": router.gives_logits}
+            program.router("router", parameters, "router", *sizes, router.choice, **how)
+        program.permute("permute", first.num_groups, topk, routed=router is not None)
         for index, op in enumerate(self._ops):
             label = f"{index}: {type(op).__name__}"
             op._append_to(program, label)
@@ -64,12 +99,13 @@ class ExpertsProgram:
 
     _mode_changed = _forget
 
-    def is_of(self, experts: Sequential, topk: int) -> bool:
-        """Tell whether the program still belongs to a block's operations and number of experts of a token."""
+    def is_of(self, experts: Sequential, topk: int, router: Router | None = None) -> bool:
+        """Tell whether the program still belongs to a block's operations, number of experts of a token, and router."""
         ops = tuple(experts._modules.values())
         return (
             ops == self._ops
             and topk == self._topk
+            and router == self._router
             and not self._is_stale
             and _handles_of(ops) == self._handles
             and all([some[name].dtype is self._dtype for some, name in self._first_parameters])
@@ -79,21 +115,27 @@ class ExpertsProgram:
         """Describe the launches of calls."""
         return "\n".join(explain_program(self.program, self._labels))
 
+    def keeps_type(self, tokens: torch.Tensor) -> bool:
+        """Tell whether the experts compute in the tokens' type. A router reads the tokens before any conversion."""
+        autocast = autocast_dtype(tokens) if is_any_autocast_enabled() else None
+        return tokens.dtype is (autocast or self._dtype)
+
     def __call__(
         self,
         tokens: torch.Tensor,
-        chosen: torch.Tensor,
-        probs: torch.Tensor,
+        routing: tuple[torch.Tensor, ...],
         is_first_microbatch: bool | None,
-    ) -> torch.Tensor:
-        """Return the sums of the experts' results, in the shape of the tokens.
+    ) -> Any:
+        """Return the sums of the experts' results, in the shape of the tokens; and logits, if the router gives them.
 
         Parameters
         ----------
         tokens : torch.Tensor
-            ``(..., hidden_size)``, at least one.
-        chosen, probs : torch.Tensor
-            ``(tokens, num_experts)``: the mask of the experts of each token, and their probabilities.
+            ``(..., hidden_size)``, at least one; for a router, of the type that the experts compute in.
+        routing : tuple of torch.Tensor
+            Without a router ``(tokens, num_experts)``: the mask of the experts of each token, and their probabilities.
+            For a biased router ``(num_experts,)``: the bias, and int64 memory that receives the number of each expert's
+            tokens.
         is_first_microbatch : bool, optional
             As of :class:`te_fast.pytorch.Linear`.
         """
@@ -101,14 +143,12 @@ class ExpertsProgram:
         dtype = autocast or self._dtype
         x = tokens if tokens.dtype is dtype else tokens.to(dtype)
         first = None if is_first_microbatch is None else bool(is_first_microbatch)
-        arguments = (self.program, self, x, (chosen, probs), first, None, None)
+        arguments = (self.program, self, x, routing, first, None, None)
         if autocast is None:
-            merged: torch.Tensor = native.program_apply(*arguments)
-            return merged
-        # Probabilities keep their type.
+            return native.program_apply(*arguments)
+        # Probabilities and biases keep their type.
         with torch.autocast(x.device.type, enabled=False):
-            merged = native.program_apply(*arguments)
-        return merged
+            return native.program_apply(*arguments)
 
     def _init_delayed_scaling(self) -> None:
         """Register the scales of the operations; the dispatcher calls it when the autocast region is new."""

@@ -25,8 +25,8 @@ params! {
         pub y_type: u32,
         /// Type of `b`, as [`Float`].
         pub b_type: u32,
-        /// Zero.
-        pub unused: u32,
+        /// Type of `r`, as [`Float`].
+        pub r_type: u32,
     }
 }
 
@@ -37,8 +37,10 @@ pub struct AffineSpec {
     pub rows: usize,
     /// Columns.
     pub cols: usize,
-    /// Type of `x` and `r`.
+    /// Type of `x`.
     pub input: Float,
+    /// Type of `r`.
+    pub added: Float,
     /// Type of `y`.
     pub output: Float,
     /// Type of `b`.
@@ -47,12 +49,26 @@ pub struct AffineSpec {
     pub alpha: f32,
 }
 
+impl AffineSpec {
+    /// An operation on tensors of one type, for any number of rows.
+    #[must_use]
+    pub const fn of(cols: usize, dtype: Float, alpha: f32) -> Self {
+        Self { rows: 0, cols, input: dtype, added: dtype, output: dtype, row: dtype, alpha }
+    }
+
+    /// A conversion to another type, for any number of rows.
+    #[must_use]
+    pub const fn convert(cols: usize, input: Float, output: Float) -> Self {
+        Self { output, ..Self::of(cols, input, 1.0) }
+    }
+}
+
 pointers! {
     /// Tensors of one operation; null if the operation does not use them.
     pub struct AffinePointers {
         /// Input.
         x,
-        /// Tensor to add, of the input's type, or null; may be `y`.
+        /// Tensor to add, or null; may be `y` of the same type.
         r,
         /// Row to add, or null.
         b,
@@ -109,7 +125,7 @@ impl AffinePlan {
             alpha: spec.alpha,
             y_type: spec.output as u32,
             b_type: spec.row as u32,
-            unused: 0,
+            r_type: spec.added as u32,
         };
         launch(target, KernelId::Affine(spec.input), self.grid, &params)
     }

@@ -133,6 +133,12 @@ impl RoutePlan {
         self.shape.rows * self.spec.prob.size()
     }
 
+    /// Bytes of the probabilities, or of their gradient.
+    #[must_use]
+    pub const fn prob_bytes(&self) -> usize {
+        self.spec.tokens * self.spec.experts * self.spec.prob.size()
+    }
+
     /// Bytes of the map.
     #[must_use]
     pub const fn map_bytes(&self) -> usize {

@@ -176,6 +176,30 @@ impl RouterPlan {
         }
     }
 
+    /// Bytes of the logits, or of their gradient.
+    #[must_use]
+    pub const fn logit_bytes(&self) -> usize {
+        self.map_bytes() * self.spec.input.size()
+    }
+
+    /// Bytes of the probabilities.
+    #[must_use]
+    pub fn prob_bytes(&self) -> usize {
+        if self.spec.over == Over::All { self.score_bytes() } else { self.logit_bytes() }
+    }
+
+    /// Bytes of the scores for backward.
+    #[must_use]
+    pub const fn score_bytes(&self) -> usize {
+        self.map_bytes() * size_of::<f32>()
+    }
+
+    /// Bytes of the map.
+    #[must_use]
+    pub const fn map_bytes(&self) -> usize {
+        self.spec.tokens * self.spec.experts
+    }
+
     /// Launches the forward.
     ///
     /// # Errors

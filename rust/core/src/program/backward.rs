@@ -85,6 +85,7 @@ impl Compiler<'_> {
             Op::ConstantScale { .. } if matches!(self.op_before(index), Some((_, Op::Linear { groups: None, .. }))) => {
             }
             Op::ConstantScale { scale } => self.affine(index, grad, scale, At::NONE, None, "scale"),
+            Op::Router(router) => self.router(index, link, router, grad)?,
             Op::Permute { .. } => self.permute(index, link, grad)?,
             Op::Unpermute => self.unpermute(index, link, grad)?,
         }
@@ -95,7 +96,7 @@ impl Compiler<'_> {
     fn affine(&mut self, index: usize, grad: &mut Value, alpha: f32, r: At, into: Option<At>, text: &'static str) {
         let y = into.unwrap_or_else(|| self.place_of(index));
         let (cols, input) = (self.facts.edges[index].cols, self.facts.key.activation);
-        let spec = AffineSpec { rows: 0, cols, input, output: input, row: input, alpha };
+        let spec = AffineSpec::of(cols, input, alpha);
         let at = AffinePointers { x: grad.high, r, b: At::NONE, y };
         self.step(Work::Affine { spec, at }, index, text);
         *grad = Value::high(y);
@@ -228,7 +229,7 @@ impl Compiler<'_> {
         let kept = self.left.kept[index];
         let Kept::Activation { row_scale, .. } = kept else { return };
         let x = self.activation_input(index, &kept);
-        let wants_factors = row_scale.is_some() && self.facts.key.extras[self.facts.factors_of(link)].1;
+        let wants_factors = row_scale.is_some() && self.facts.wants_factors(link);
         let for_experts = self.experts_before(index, wants_factors);
         if let Some(Ok(experts)) = for_experts {
             let row_scale_grad = self.factor_grad(link, row_scale);
@@ -284,7 +285,7 @@ impl Compiler<'_> {
 
     /// The place for the gradient of an activation's row factors.
     fn factor_grad(&mut self, link: &Link, row_scale: At) -> At {
-        if !row_scale.is_some() || !self.facts.key.extras[self.facts.factors_of(link)].1 {
+        if !row_scale.is_some() || !self.facts.wants_factors(link) {
             return At::NONE;
         }
         if let Some(by) = link.permuted_by {

@@ -1,5 +1,7 @@
 //! The state of a backward's compilation, and helpers of its ops: the places of gradients, and the ops that add them.
 
+use te_fast_kernels::Float;
+
 use crate::program::buffer::{Arena, At};
 use crate::program::chain::Op;
 use crate::program::edge::{LayoutAt, Layouts, Rows};
@@ -35,6 +37,8 @@ pub(super) struct Compiler<'a> {
     pub(super) stores_fp8: bool,
     /// Gradients of the factors of permuted rows, by the op that permuted them.
     pub(super) factor_grads: Vec<At>,
+    /// Gradients of routers' probabilities, by the router.
+    pub(super) probs_grads: Vec<At>,
     /// Gradients of residual connections, by the op where they begin.
     pub(super) residual_grads: Vec<At>,
 }
@@ -54,8 +58,10 @@ impl<'a> Compiler<'a> {
             hands_over: false,
             grad_input_is_row: false,
         };
-        let [factor_grads, residual_grads] = std::array::from_fn(|_| vec![At::NONE; facts.chain.links().len()]);
-        Self { dispatcher, facts, left, out, bias_grad: At::NONE, stores_fp8, factor_grads, residual_grads }
+        let [factor_grads, probs_grads, residual_grads] =
+            std::array::from_fn(|_| vec![At::NONE; facts.chain.links().len()]);
+        let bias_grad = At::NONE;
+        Self { dispatcher, facts, left, out, bias_grad, stores_fp8, factor_grads, probs_grads, residual_grads }
     }
 
     /// Whether the op or an earlier one needs a gradient.
@@ -115,6 +121,8 @@ impl<'a> Compiler<'a> {
             match link.op {
                 // The gradient of their input is the gradient of their output.
                 Op::Identity | Op::Bias { .. } | Op::AddResidual { .. } => {}
+                // Its product adds to the gradient in place.
+                Op::Router(_) if key.activation == Float::F32 => {}
                 // The next op has added the other gradient.
                 Op::MakeExtraOutput { .. } | Op::Residual if self.takes_branch(at).is_some() => {}
                 Op::AddExtraInput { .. } if !key.extras[link.extra_input].1 => {}

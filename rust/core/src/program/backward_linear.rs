@@ -212,7 +212,7 @@ impl<'a> Compiler<'a> {
             BackwardOperands::High if op.weight == op.activation => LayoutAt::high(param),
             BackwardOperands::High => {
                 let (rows, cols, input, output) = (Rows::Fixed(op.weight_rows()), op.inputs, op.weight, op.activation);
-                let spec = AffineSpec { rows: 0, cols, input, output, row: input, alpha: 1.0 };
+                let spec = AffineSpec::convert(cols, input, output);
                 let at = AffinePointers { x: param, y: self.scratch(), ..AffinePointers::default() };
                 self.step_of(FlowName::Backward, rows, Work::Affine { spec, at }, index, "convert weight");
                 LayoutAt::high(at.y)
@@ -304,7 +304,7 @@ impl<'a> Compiler<'a> {
     fn copied_scale(&mut self, index: usize, linear: usize, scale: At) -> At {
         let y = self.for_weight_grad(linear);
         let (input, cols) = (Float::F32, 1);
-        let spec = AffineSpec { rows: 0, cols, input, output: input, row: input, alpha: 1.0 };
+        let spec = AffineSpec::of(cols, input, 1.0);
         let at = AffinePointers { x: scale, y, ..AffinePointers::default() };
         self.step_of(FlowName::Backward, Rows::Fixed(1), Work::Affine { spec, at }, index, "keep the gradient's scale");
         y
@@ -318,7 +318,7 @@ impl<'a> Compiler<'a> {
             return Layouts { row, col: row };
         }
         let (cols, input) = (op.outputs, op.activation);
-        let spec = AffineSpec { rows: 0, cols, input, output: input, row: input, alpha: 1.0 };
+        let spec = AffineSpec::of(cols, input, 1.0);
         let y = self.buffer(Arena::Deferred(linear as u16));
         let at = AffinePointers { x: grad.high, y, ..AffinePointers::default() };
         self.step(Work::Affine { spec, at }, index, "keep gradient");

@@ -7,6 +7,7 @@ use crate::base::error::{Error, Result};
 use crate::ops::activation::Activation;
 use crate::ops::norm_spec::NormKind;
 use crate::ops::permute_map::Routing;
+use crate::ops::router::RouterSpec;
 use crate::program::edge::{QuantizedKind, Rows};
 use crate::recipe::usage::Usage;
 
@@ -19,6 +20,20 @@ pub struct Groups {
     pub count: usize,
     /// Slots of delayed scaling from one expert to the next, forward and backward.
     pub slots: [usize; 2],
+}
+
+/// A router of tokens: the scores of `x · Wᵀ`, the experts of each token and their probabilities, all in f32.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Router {
+    /// Columns of the tokens.
+    pub cols: usize,
+    /// How it chooses, for any number of tokens, with f32 logits.
+    pub choice: RouterSpec,
+    /// Two extra inputs: a bias of each expert that affects only the choice, and memory for the number of each expert's
+    /// tokens, i64, which forward writes.
+    pub biased: bool,
+    /// The logits are an extra output, whose gradient goes back into them.
+    pub logits: bool,
 }
 
 /// One op of a chain.
@@ -89,14 +104,18 @@ pub enum Op {
     },
     /// `x`.
     Identity,
-    /// The rows of tokens, one copy for every expert of a token, ordered by expert. Two extra inputs: a mask `[rows,
-    /// experts]` and probabilities of the same shape. Ops between it and [`Op::Unpermute`] take counts of experts' rows
-    /// and factors of rows from it, instead of from extra inputs.
+    /// `x`, and the mask and the probabilities for the [`Op::Permute`] right behind; one parameter `[experts, cols]`.
+    Router(Router),
+    /// The rows of tokens, one copy for every expert of a token, ordered by expert. Two extra inputs, if no
+    /// [`Op::Router`] is before it: a mask `[rows, experts]` and probabilities of the same shape. Ops between it and
+    /// [`Op::Unpermute`] take counts of experts' rows and factors of rows from it, instead of from extra inputs.
     Permute {
         /// Number of experts.
         experts: usize,
         /// The most experts of a token.
         topk: usize,
+        /// The mask and the probabilities are a router's.
+        routed: bool,
     },
     /// The sum of the rows of each token.
     Unpermute,
@@ -107,7 +126,7 @@ impl Op {
     #[must_use]
     pub const fn params(&self) -> usize {
         match self {
-            Self::Linear { .. } | Self::Bias { .. } | Self::Norm { kind: NormKind::RmsNorm, .. } => 1,
+            Self::Linear { .. } | Self::Bias { .. } | Self::Norm { kind: NormKind::RmsNorm, .. } | Self::Router(_) => 1,
             Self::Norm { kind: NormKind::LayerNorm, .. } => 2,
             _ => 0,
         }
@@ -117,9 +136,12 @@ impl Op {
     #[must_use]
     pub const fn is_elementwise(&self) -> bool {
         match self {
-            Self::Linear { .. } | Self::Bias { .. } | Self::Norm { .. } | Self::Permute { .. } | Self::Unpermute => {
-                false
-            }
+            Self::Linear { .. }
+            | Self::Bias { .. }
+            | Self::Norm { .. }
+            | Self::Router(_)
+            | Self::Permute { .. }
+            | Self::Unpermute => false,
             Self::Activation { function, scaled, .. } => !(function.is_gated() || *scaled),
             _ => true,
         }
@@ -137,7 +159,7 @@ impl Op {
             Self::AddExtraInput { .. }
             | Self::Activation { scaled: true, .. }
             | Self::Linear { groups: Some(_), .. } => 1,
-            Self::Permute { .. } => 2,
+            Self::Router(Router { biased: true, .. }) | Self::Permute { routed: false, .. } => 2,
             _ => 0,
         }
     }
@@ -145,7 +167,17 @@ impl Op {
     /// Extra outputs of the op.
     #[must_use]
     pub const fn extra_outputs(&self) -> usize {
-        matches!(self, Self::MakeExtraOutput { .. }) as usize
+        matches!(self, Self::MakeExtraOutput { .. } | Self::Router(Router { logits: true, .. })) as usize
+    }
+
+    /// Columns and type of its extra output, for an input of `cols` columns of type `activation`.
+    #[must_use]
+    pub const fn extra_output_of(&self, cols: usize, activation: Float) -> Option<(usize, Float)> {
+        match self {
+            Self::MakeExtraOutput { .. } => Some((cols, activation)),
+            Self::Router(Router { choice, logits: true, .. }) => Some((choice.experts, Float::F32)),
+            _ => None,
+        }
     }
 }
 
@@ -176,6 +208,11 @@ impl Link {
             (Some(_), Op::Linear { .. } | Op::Activation { .. }) => 0,
             (_, op) => op.extra_inputs(),
         }
+    }
+
+    /// The extra input of a router with biases that receives the number of each expert's tokens.
+    pub(crate) const fn counts_input(&self) -> usize {
+        self.extra_input + 1
     }
 }
 
@@ -212,6 +249,7 @@ impl Chain {
         match op {
             Op::Linear { .. } => self.linear_params.push(self.params),
             Op::AddExtraInput { in_place: true } => self.written_extra_inputs.push(self.extra_inputs),
+            Op::Router(Router { biased: true, .. }) => self.written_extra_inputs.push(link.counts_input()),
             _ => {}
         }
         self.params += op.params();
@@ -241,11 +279,12 @@ impl Chain {
             && self.links.iter().all(|link| !matches!(link.op, Op::Linear { groups: None, .. }))
     }
 
-    /// Refuses permutations that do not fit the ops behind them.
+    /// Refuses routers and permutations that do not fit the ops behind them.
     ///
     /// # Errors
     /// Names the op.
     pub(crate) fn check_permutations(&self) -> Result<()> {
+        self.check_routers()?;
         let wrong = |link: &Link, message: &str| Err(Error::unsupported(OP, message.to_owned()).within(&link.label));
         for (index, link) in self.links.iter().enumerate() {
             let behind = || self.links.iter().filter(|other| other.permuted_by == Some(index));
@@ -281,6 +320,29 @@ impl Chain {
                     }
                 }
                 _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Refuses routers without their permutation.
+    fn check_routers(&self) -> Result<()> {
+        let of_router = |op: Op| match op {
+            Op::Router(Router { choice, .. }) => Some((choice.experts, choice.topk)),
+            _ => None,
+        };
+        let of_permutation = |op: Op| match op {
+            Op::Permute { experts, topk, routed: true } => Some((experts, topk)),
+            _ => None,
+        };
+        let ops = || self.links.iter().map(|link| Some(link.op));
+        let pairs = std::iter::once(None).chain(ops()).zip(ops().chain(std::iter::once(None)));
+        for (index, (before, behind)) in pairs.enumerate() {
+            if before.and_then(of_router) != behind.and_then(of_permutation) {
+                let is_router = before.and_then(of_router).is_some();
+                let link = &self.links[index - usize::from(is_router)];
+                let message = "a router goes right before the permutation of its experts";
+                return Err(Error::unsupported(OP, message).within(&link.label));
             }
         }
         Ok(())
@@ -341,7 +403,7 @@ impl Chain {
         match self.links.first()?.op {
             Op::Linear { inputs, .. } => Some(inputs),
             Op::Bias { size, .. } => Some(size),
-            Op::Norm { cols, .. } => Some(cols),
+            Op::Norm { cols, .. } | Op::Router(Router { cols, .. }) => Some(cols),
             _ => None,
         }
     }
@@ -378,6 +440,7 @@ impl Chain {
                 }
                 Op::Bias { size, groups } => fits_stack(shape, groups, &[size]),
                 Op::Norm { cols, .. } => shape.iter().product::<i64>() == cols as i64,
+                Op::Router(Router { cols, choice, .. }) => fits_stack(shape, None, &[choice.experts, cols]),
                 _ => true,
             };
             if !fits {
@@ -443,14 +506,7 @@ impl Link {
         let count = shape.iter().product::<i64>();
         let fits = match self.op {
             Op::Permute { experts, .. } => {
-                let (fits, what, expected) = if number == 0 {
-                    (Routing::of_mask(got).is_some(), "the routing map", "bool or integers of 8, 32 or 64 bits")
-                } else {
-                    (got.as_float().is_some(), "the probabilities", "float32, float16 or bfloat16")
-                };
-                if !fits {
-                    return Err(Error::dtype(OP, what, format!("{expected}, as op {} takes it", self.label), got));
-                }
+                self.check_routing(number, got)?;
                 shape.len() == 2 && shape[0] == rows as i64 && shape[1] == experts as i64
             }
             Op::AddExtraInput { .. } => {
@@ -467,6 +523,10 @@ impl Link {
                 }
                 count == groups.count as i64 && shape.last() == Some(&count)
             }
+            Op::Router(Router { choice, .. }) => {
+                self.check_routing(number, got)?;
+                count == choice.experts as i64
+            }
             _ => {
                 if got.as_float().is_none() {
                     let expected = format!("float32, float16 or bfloat16, as op {} takes it", self.label);
@@ -481,12 +541,30 @@ impl Link {
         let expected = match self.op {
             Op::AddExtraInput { .. } => format!("{rows} rows of {cols}, as the input of op {}", self.label),
             Op::Permute { experts, .. } => format!("{rows} rows of {experts}, the experts of op {}", self.label),
+            Op::Router(Router { choice, .. }) => {
+                format!("one value for each of the {} experts of op {}", choice.experts, self.label)
+            }
             Op::Linear { groups: Some(groups), .. } => {
                 format!("{} counts, the rows of each expert of op {}", groups.count, self.label)
             }
             _ => format!("one value for each of the {rows} rows of op {}", self.label),
         };
         Err(Error::shape(OP, "an extra input", expected, format!("a tensor of shape {shape:?}")))
+    }
+
+    /// Refuses a type of extra input `number` of a router or a permutation.
+    fn check_routing(&self, number: usize, got: DType) -> Result<()> {
+        const FLOATS: &str = "float32, float16 or bfloat16";
+        let (fits, what, expected) = match (self.op, number) {
+            (Op::Router(_), 0) => (got.as_float().is_some(), "the bias of the experts", FLOATS),
+            (Op::Router(_), _) => (got == DType::I64, "the counts of the experts' tokens", "int64"),
+            (_, 0) => (Routing::of_mask(got).is_some(), "the routing map", "bool or integers of 8, 32 or 64 bits"),
+            _ => (got.as_float().is_some(), "the probabilities", FLOATS),
+        };
+        if fits {
+            return Ok(());
+        }
+        Err(Error::dtype(OP, what, format!("{expected}, as op {} takes it", self.label), got))
     }
 
     fn width(&self, cols: usize) -> Result<usize> {
@@ -498,7 +576,9 @@ impl Link {
             Op::Linear { inputs, outputs, .. } if inputs == cols => Ok(outputs),
             Op::Linear { inputs, .. } => wrong(inputs),
             Op::Bias { size, .. } if size != cols => wrong(size),
-            Op::Norm { cols: expected, .. } if expected != cols => wrong(expected),
+            Op::Norm { cols: expected, .. } | Op::Router(Router { cols: expected, .. }) if expected != cols => {
+                wrong(expected)
+            }
             Op::Activation { function, interleave, .. } if function.is_gated() => {
                 let granule = if interleave == 0 { 2 } else { 2 * interleave };
                 if cols.is_multiple_of(granule) {

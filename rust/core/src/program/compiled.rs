@@ -37,7 +37,8 @@ pub struct Program {
     /// The same without hand-overs, for row counts for which cuBLASLt has no such GEMM.
     plain: OnceLock<Compiled>,
     grad_dtypes: Vec<Float>,
-    extra_output_cols: Vec<usize>,
+    /// Columns and types.
+    extra_outputs: Vec<(usize, Float)>,
     graphs: bool,
 }
 
@@ -73,12 +74,12 @@ impl Program {
         let facts = Facts::new(dispatcher, chain, key, recipe)?;
         let compiled = Compiled::new(dispatcher, &facts, true)?;
         let links = chain.links().iter().zip(&facts.edges);
-        let makes_extra = |op: Op| matches!(op, Op::MakeExtraOutput { .. });
+        let activation = facts.key.activation;
         Ok(Self {
             compiled,
             plain: OnceLock::new(),
             grad_dtypes: (0..chain.params()).map(|param| grad_dtype(&facts, param)).collect(),
-            extra_output_cols: links.filter(|(link, _)| makes_extra(link.op)).map(|(_, edge)| edge.cols).collect(),
+            extra_outputs: links.filter_map(|(link, edge)| link.op.extra_output_of(edge.cols, activation)).collect(),
             graphs: dispatcher.config.graphs && !dispatcher.config.synchronise,
             facts,
         })
@@ -179,15 +180,20 @@ impl Program {
         self.facts.edges.last().map_or(self.facts.key.cols, |edge| edge.cols)
     }
 
+    /// Columns of the output and of each extra output.
+    pub fn result_cols(&self) -> impl Iterator<Item = usize> + '_ {
+        std::iter::once(self.out_cols()).chain(self.extra_outputs.iter().map(|&(cols, _)| cols))
+    }
+
     /// Columns of the edges: the input of each op, and the output.
     pub fn widths(&self) -> impl Iterator<Item = usize> + '_ {
         self.facts.edges.iter().map(|edge| edge.cols)
     }
 
-    /// Columns of each extra output.
+    /// Columns and type of each extra output.
     #[must_use]
-    pub fn extra_output_cols(&self) -> &[usize] {
-        &self.extra_output_cols
+    pub fn extra_output_kinds(&self) -> &[(usize, Float)] {
+        &self.extra_outputs
     }
 
     /// Columns of an extra input.

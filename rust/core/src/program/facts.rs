@@ -8,7 +8,7 @@ use crate::base::error::{Error, Result};
 use crate::ops::cast_groups::Gather;
 use crate::program::buffer::At;
 use crate::program::cast::Cast;
-use crate::program::chain::{Chain, Link, Op, ProgramKey};
+use crate::program::chain::{Chain, Link, Op, ProgramKey, Router};
 use crate::program::edge::{Edge, Kind, QuantizedKind, Rows};
 use crate::program::linear_op::LinearOp;
 use crate::program::port::{Beside, Outer, Port, PortCounts, PortNumbers};
@@ -100,13 +100,16 @@ impl Facts {
                     Op::AddExtraInput { .. } => rows * edge.cols,
                     Op::Linear { groups: Some(groups), .. } => groups.count,
                     Op::Permute { experts, .. } => rows * experts,
+                    Op::Router(Router { choice, .. }) => choice.experts,
                     _ => rows,
                 });
                 (elements, key.extras[usize::from(index)].0)
             }
             Port::ExtraOutput(index) => {
-                let makes = |link: &Link| link.op.extra_outputs() != 0 && link.extra_output == usize::from(index);
-                (rows * ops().find(|(link, _)| makes(link)).map_or(0, |(_, edge)| edge.cols), activation)
+                let made = ops()
+                    .filter(|(link, _)| link.extra_output == usize::from(index))
+                    .find_map(|(link, edge)| link.op.extra_output_of(edge.cols, key.activation));
+                made.map_or((0, activation), |(cols, dtype)| (rows * cols, dtype.into()))
             }
             Port::Param(index) => {
                 let owns = |link: &&Link| (link.param..link.param + link.op.params()).contains(&usize::from(index));
@@ -116,6 +119,7 @@ impl Facts {
                     }
                     Op::Bias { size, groups } => size * groups.unwrap_or(1),
                     Op::Norm { cols, .. } => cols,
+                    Op::Router(Router { cols, choice, .. }) => cols * choice.experts,
                     _ => 0,
                 });
                 (elements, key.params[usize::from(index)].0.into())
@@ -124,10 +128,27 @@ impl Facts {
         }
     }
 
-    /// The extra input whose values are factors of an activation's rows: its own, or the probabilities that the rows were
-    /// permuted with.
-    pub(crate) fn factors_of(&self, link: &Link) -> usize {
-        link.permuted_by.map_or(link.extra_input, |by| self.chain.links()[by].extra_input + 1)
+    /// Type of the factors of an activation's rows, and whether their gradient is needed. The factors are an extra
+    /// input, or the probabilities that the rows were permuted with.
+    fn factors_of(&self, link: &Link) -> (DType, bool) {
+        match link.permuted_by {
+            None => self.key.extras[link.extra_input],
+            Some(by) => self.probs_of(by),
+        }
+    }
+
+    /// Type of the probabilities of the permutation at `by`, and whether their gradient is needed. A router's are f32.
+    pub(crate) fn probs_of(&self, by: usize) -> (DType, bool) {
+        let link = &self.chain.links()[by];
+        match link.op {
+            Op::Permute { routed: true, .. } => (DType::F32, self.grads_before[by]),
+            _ => self.key.extras[link.extra_input + 1],
+        }
+    }
+
+    /// Whether the gradient of these factors is needed.
+    pub(crate) fn wants_factors(&self, link: &Link) -> bool {
+        self.factors_of(link).1
     }
 
     /// How the linear op at `index` gathers the rows of tokens; with `all`, also rows with probability 0.
@@ -137,7 +158,7 @@ impl Facts {
 
     /// Type of these factors.
     pub(crate) fn factor_type(&self, link: &Link) -> Option<Float> {
-        self.key.extras[self.factors_of(link)].0.as_float()
+        self.factors_of(link).0.as_float()
     }
 
     /// The extra input with the counts of the rows of experts that the op at `index` takes: a linear op, or the bias behind

@@ -126,6 +126,10 @@ impl Compiler<'_> {
                 self.affine(index, value, scale, At::NONE, None, "scale");
                 Ok(index + 1)
             }
+            Op::Router(router) => {
+                self.router(index, link, router, value.high);
+                Ok(index + 1)
+            }
             Op::Permute { .. } => self.permute(index, link, value),
             Op::Unpermute => Ok(self.unpermute(index, value)),
         }
@@ -235,7 +239,7 @@ impl Compiler<'_> {
         let y = if in_place { r } else { self.place_of(index + 1) };
         let (cols, input) = (self.facts.edges[index].cols, self.facts.key.activation);
         let (b, row) = row.map_or((At::NONE, input), |(port, dtype)| (At::of(port), dtype));
-        let spec = AffineSpec { rows: 0, cols, input, output: input, row, alpha };
+        let spec = AffineSpec { row, ..AffineSpec::of(cols, input, alpha) };
         let at = AffinePointers { x: value.high, r, b, y };
         self.step(Work::Affine { spec, at }, (index, index), text);
         *value = Value::high(y);

@@ -1,5 +1,7 @@
 //! The state of a forward's compilation, and helpers of its ops: places of values, their consumers, and saved tensors.
 
+use te_fast_kernels::Float;
+
 use crate::ops::amax::ScaleRule;
 use crate::ops::dequantize::DequantizeSpec;
 use crate::program::buffer::{Arena, At};
@@ -43,8 +45,25 @@ pub(crate) struct Left {
     pub(crate) converted: Vec<At>,
     /// Numbers of the rows that a linear op gathers from its input, per linear op.
     pub(crate) numbers: Vec<At>,
+    /// Of the routers, per op.
+    pub(crate) routers: Vec<Option<Routed>>,
     /// Of the permutations, per op.
     pub(crate) routes: Vec<Option<Route>>,
+}
+
+/// The buffers of a router for its permutation and its backward.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Routed {
+    /// The tokens in f32.
+    pub(crate) x: At,
+    /// The weight in f32.
+    pub(crate) w: At,
+    /// What its backward reads of the scores.
+    pub(crate) scores: At,
+    /// The mask of the chosen experts.
+    pub(crate) map: At,
+    /// Their probabilities.
+    pub(crate) probs: At,
 }
 
 /// The buffers of a permutation for later ops.
@@ -158,6 +177,7 @@ impl<'a> Compiler<'a> {
             kept: vec![Kept::Nothing; ops],
             converted: vec![At::NONE; linears],
             numbers: vec![At::NONE; linears],
+            routers: vec![None; ops],
             routes: vec![None; ops],
         };
         let out = Forward {
@@ -217,6 +237,7 @@ impl<'a> Compiler<'a> {
             Some(Op::Norm { .. }) => self.runs_backward(index),
             Some(Op::Activation { cache_quantized_input, .. }) => !cache_quantized_input && self.runs_backward(index),
             Some(Op::Linear { .. }) => self.facts.linears[self.facts.chain.links()[index].linear].keeps_high(),
+            Some(Op::Router(_)) => self.keeps_tokens(index) && self.facts.key.activation == Float::F32,
             _ => false,
         }
     }

@@ -191,7 +191,7 @@ impl Compiler<'_> {
         }
         let to = self.buffer(op.input_grad);
         let (cols, input, output) = (op.inputs, op.weight, op.activation);
-        let spec = AffineSpec { rows: 0, cols, input, output, row: input, alpha: 1.0 };
+        let spec = AffineSpec::convert(cols, input, output);
         let at = AffinePointers { x: param, y: to, ..AffinePointers::default() };
         self.step_on(Rows::Fixed(op.weight_rows()), Work::Affine { spec, at }, (index, index), "convert weight");
         self.out.left.converted[link.linear] = to;
@@ -210,7 +210,7 @@ impl Compiler<'_> {
             return param;
         }
         let to = self.scratch();
-        let spec = AffineSpec { rows: 0, cols, input, output, row: input, alpha: 1.0 };
+        let spec = AffineSpec::convert(cols, input, output);
         let at = AffinePointers { x: param, y: to, ..AffinePointers::default() };
         self.step_on(Rows::Fixed(1), Work::Affine { spec, at }, (index, index), "convert bias");
         to

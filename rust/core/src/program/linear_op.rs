@@ -397,7 +397,8 @@ impl LinearOp {
         self.problems(rows).filter(|_| self.backward() == BackwardOperands::Quantized)
     }
 
-    fn plain([m, n, k]: [usize; 3], x: Operand, w: Operand, d: Float) -> Problem {
+    /// A product in high precision.
+    pub(crate) fn plain([m, n, k]: [usize; 3], x: Operand, w: Operand, d: Float) -> Problem {
         Problem {
             m,
             n,

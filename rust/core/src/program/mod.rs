@@ -25,6 +25,8 @@ mod pieces;
 mod planned;
 mod port;
 mod replay;
+mod router_product;
+mod routers;
 mod routes;
 mod sized;
 mod sizing;
@@ -33,7 +35,7 @@ mod work;
 
 pub use bindings::{Bindings, CallTable};
 pub use cache::{KeptProgram, ProgramCache};
-pub use chain::{Chain, Groups, LinearCall, Link, Op, OuterKinds, ProgramKey};
+pub use chain::{Chain, Groups, LinearCall, Link, Op, OuterKinds, ProgramKey, Router};
 pub use compiled::{Explained, Program};
 pub use edge::QuantizedKind;
 pub use linear_op::WeightCast;

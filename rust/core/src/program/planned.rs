@@ -19,6 +19,7 @@ use crate::ops::handover::{self, HandoverEntry};
 use crate::ops::norm::{NormPlan, NormPointers};
 use crate::ops::norm_backward::{NormBackwardPlan, NormBackwardPointers};
 use crate::ops::route::{RoutePlan, RoutePointers};
+use crate::ops::router::{RouterBwdPointers, RouterPlan, RouterPointers};
 use crate::ops::sum_groups::{SumGroupsPlan, SumGroupsPointers};
 use crate::ops::transpose::{TransposePlan, TransposePointers};
 use crate::program::bindings::Bindings;
@@ -52,6 +53,8 @@ pub(crate) enum Planned {
     Dequantize(DequantizePlan, DequantizePointers<Cell>),
     Transpose(TransposePlan, TransposePointers<Cell>),
     Route(RoutePlan, RoutePointers<Cell>),
+    Router(RouterPlan, RouterPointers<Cell>),
+    RouterBackward(RouterPlan, RouterBwdPointers<Cell>),
     /// Number of scales that were saved as bytes, and the place of their floats.
     Unpack(usize, [Cell; 2]),
 }
@@ -91,6 +94,8 @@ impl Planned {
             Self::Dequantize(plan, at) => plan.run(target, &at.map(get)),
             Self::Transpose(plan, at) => plan.run(target, &at.map(get)),
             Self::Route(plan, at) => plan.run(target, &at.map(get)),
+            Self::Router(plan, at) => plan.run(target, &at.map(get)),
+            Self::RouterBackward(plan, at) => plan.run_bwd(target, &at.map(get)),
             Self::Unpack(count, [packed, unpacked]) => unpack_scales(target, get(packed), get(unpacked), *count),
         }
     }

@@ -21,10 +21,10 @@ impl Facts {
     fn route(&self, by: usize, way: Way) -> RouteSpec {
         let link = &self.chain.links()[by];
         let (experts, topk) = match link.op {
-            Op::Permute { experts, topk } => (experts, topk),
+            Op::Permute { experts, topk, .. } => (experts, topk),
             _ => (0, 0),
         };
-        let prob = self.key.extras[link.extra_input + 1].0.as_float().unwrap_or(Float::F32);
+        let prob = self.probs_of(by).0.as_float().unwrap_or(Float::F32);
         RouteSpec { way, tokens: 0, topk, experts, cols: 0, input: self.key.activation, prob }
     }
 }
@@ -40,12 +40,19 @@ fn gathers_grad(op: &LinearOp) -> bool {
     op.groups.is_some() && op.dy().is_some() && op.backward() == BackwardOperands::Quantized
 }
 
+/// What a permutation moves rows by.
+struct Given {
+    routing: Routing,
+    mask: At,
+    probs: At,
+    /// Memory of the caller's for the counts of experts' rows, or null.
+    counts: At,
+}
+
 impl Forward<'_> {
     pub(super) fn permute(&mut self, index: usize, link: &Link, value: &mut Value) -> Result<usize> {
         let facts = self.facts;
-        let Some(routing) = Routing::of_mask(facts.key.extras[link.extra_input].0) else {
-            return Err(Error::dtype(OP, "the routing map", "bool or integers", facts.key.extras[link.extra_input].0));
-        };
+        let given = self.routing(index, link)?;
         let (consumer, _) = self.consumer(index + 1);
         let gathers = self.link(consumer).is_some_and(|link| match link.op {
             Op::Linear { .. } => gathers_input(&facts.linears[link.linear]),
@@ -53,17 +60,20 @@ impl Forward<'_> {
         });
         let keeps = facts.key.any_grad();
         let mut buffer = || self.buffer(keeps);
-        let (map, ends, splits, factors) = (buffer(), buffer(), buffer(), buffer());
+        let (map, ends, factors) = (buffer(), buffer(), buffer());
+        let splits = if given.counts.is_some() { given.counts } else { buffer() };
         let numbers = if gathers { buffer() } else { At::NONE };
         let route = Route { map, ends, splits, factors, numbers };
-        let (way, out) =
-            if gathers { (Way::Numbers(routing), numbers) } else { (Way::Out(routing), self.place_of(index + 1)) };
-        let extra = |number: usize| At::of(Port::Extra((link.extra_input + number) as u16));
+        let (way, out) = if gathers {
+            (Way::Numbers(given.routing), numbers)
+        } else {
+            (Way::Out(given.routing), self.place_of(index + 1))
+        };
         let at = RoutePointers {
             x: if gathers { At::NONE } else { value.high },
             out,
-            routing: extra(0),
-            probs: extra(1),
+            routing: given.mask,
+            probs: given.probs,
             factors,
             row_id_map: map,
             ends,
@@ -77,6 +87,22 @@ impl Forward<'_> {
         self.out.left.routes[index] = Some(route);
         *value = if gathers { Value { numbers, ..*value } } else { Value::high(out) };
         Ok(index + 1)
+    }
+
+    /// The mask and the probabilities of the permutation at `index`: a router's, or extra inputs.
+    fn routing(&self, index: usize, link: &Link) -> Result<Given> {
+        let router = index.checked_sub(1).and_then(|before| Some((self.link(before)?, self.out.left.routers[before]?)));
+        if let Some((router, routed)) = router {
+            let counted = router.extra_inputs() != 0;
+            let counts = if counted { At::of(Port::Extra(router.counts_input() as u16)) } else { At::NONE };
+            return Ok(Given { routing: Routing::Mask8, mask: routed.map, probs: routed.probs, counts });
+        }
+        let mask = self.facts.key.extras[link.extra_input].0;
+        let extra = |number: usize| At::of(Port::Extra((link.extra_input + number) as u16));
+        match Routing::of_mask(mask) {
+            Some(routing) => Ok(Given { routing, mask: extra(0), probs: extra(1), counts: At::NONE }),
+            None => Err(Error::dtype(OP, "the routing map", "bool or integers", mask)),
+        }
     }
 
     pub(super) fn unpermute(&mut self, index: usize, value: &mut Value) -> usize {
@@ -99,10 +125,8 @@ impl Backward<'_> {
         let Some(route) = self.left.routes[index] else {
             return Err(Error::state(OP, "a permutation left nothing to its backward"));
         };
-        let probs = link.extra_input + 1;
         let factors = self.factor_grads[index];
-        let probs_grad = if factors.is_some() { At::of(Port::GradExtra(probs as u16)) } else { At::NONE };
-        self.out.grad_extras[probs] = probs_grad.port;
+        let probs_grad = if factors.is_some() { self.probs_grad(index, link) } else { At::NONE };
         let out = self.place_of(index);
         let at = RoutePointers {
             x: grad.high,
@@ -116,6 +140,17 @@ impl Backward<'_> {
         self.step_of(FlowName::Backward, Rows::Input, Work::Route { spec, at }, index, "permute backward");
         *grad = Value::high(out);
         Ok(())
+    }
+
+    /// The place for the gradient of a permutation's probabilities.
+    fn probs_grad(&mut self, index: usize, link: &Link) -> At {
+        if let Op::Permute { routed: true, .. } = link.op {
+            self.probs_grads[index - 1] = self.scratch();
+            return self.probs_grads[index - 1];
+        }
+        let (probs, port) = (link.extra_input + 1, Port::GradExtra((link.extra_input + 1) as u16));
+        self.out.grad_extras[probs] = port;
+        At::of(port)
     }
 
     /// The gradient of the experts' rows, which is the gradient of each row's token.

@@ -13,6 +13,7 @@ use crate::ops::norm::NormPlan;
 use crate::ops::norm_backward::{NormBackwardPlan, NormBackwardSpec};
 use crate::ops::norm_spec::NormSpec;
 use crate::ops::route::{RoutePlan, RouteSpec, Way};
+use crate::ops::router::{RouterPlan, RouterSpec};
 use crate::ops::sum_groups::{SumGroupsPlan, SumGroupsSpec};
 use crate::ops::transpose::{TransposePlan, TransposeSpec};
 use crate::program::buffer::At;
@@ -115,6 +116,32 @@ impl<'a> Sizing<'a> {
             | Work::Transpose { .. }
             | Work::Unpack { .. }
             | Work::Route { .. } => self.simple(&step.work, rows),
+            Work::Router { .. } | Work::RouterBackward { .. } | Work::RouterGemm { .. } => {
+                self.router(&step.work, rows)
+            }
+        }
+    }
+
+    fn router(&mut self, work: &Work, rows: usize) -> Result<Planned> {
+        match work {
+            Work::Router { spec, at } => {
+                let plan = RouterPlan::new(RouterSpec { tokens: rows, ..*spec })?;
+                self.writes(at.probs, plan.prob_bytes());
+                self.writes(at.scores, plan.score_bytes());
+                self.writes(at.map, plan.map_bytes());
+                Ok(Planned::Router(plan, at.map(|&at| self.cell(at))))
+            }
+            Work::RouterBackward { spec, at } => {
+                let plan = RouterPlan::new(RouterSpec { tokens: rows, ..*spec })?;
+                self.writes(at.dlogits, plan.logit_bytes());
+                Ok(Planned::RouterBackward(plan, at.map(|&at| self.cell(at))))
+            }
+            Work::RouterGemm { product, at } => {
+                let plan = self.dispatcher.gemm(self.facts.key.device, product.problem(rows))?;
+                self.writes(at.d, plan.problem().m * plan.problem().ldd * plan.problem().d.size());
+                Ok(Planned::Gemm(plan, at.map(|&at| self.cell(at))))
+            }
+            _ => Err(Error::state(OP, "not a router")),
         }
     }
 
@@ -257,6 +284,9 @@ impl<'a> Sizing<'a> {
             Work::Route { spec, at } => {
                 let plan = RoutePlan::new(RouteSpec { tokens: rows, ..*spec })?;
                 self.writes(at.out, plan.out_bytes());
+                if spec.way == Way::Back {
+                    self.writes(at.probs, plan.prob_bytes());
+                }
                 if matches!(spec.way, Way::Out(_) | Way::Numbers(_)) {
                     self.writes(at.factors, plan.factor_bytes());
                     self.writes(at.row_id_map, plan.map_bytes());

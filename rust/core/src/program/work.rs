@@ -11,6 +11,7 @@ use crate::ops::norm::NormPointers;
 use crate::ops::norm_backward::{NormBackwardPointers, NormBackwardSpec};
 use crate::ops::norm_spec::NormSpec;
 use crate::ops::route::{RoutePointers, RouteSpec};
+use crate::ops::router::{RouterBwdPointers, RouterPointers, RouterSpec};
 use crate::ops::sum_groups::{SumGroupsPointers, SumGroupsSpec};
 use crate::ops::transpose::{TransposePointers, TransposeSpec};
 use crate::program::buffer::{Arena, At, Buffers};
@@ -18,6 +19,7 @@ use crate::program::cast::Cast;
 use crate::program::edge::{Layouts, Rows};
 use crate::program::linear_op::Product;
 use crate::program::port::Port;
+use crate::program::router_product::RouterProduct;
 use crate::quant::quantizer::{QuantPlan, QuantPointers};
 
 /// One launch, or the few launches of one quantisation. A spec's rows are the step's.
@@ -94,6 +96,20 @@ pub(crate) enum Work {
         spec: RouteSpec,
         at: RoutePointers<At>,
     },
+    /// Chooses the experts of tokens.
+    Router {
+        spec: RouterSpec,
+        at: RouterPointers<At>,
+    },
+    RouterBackward {
+        spec: RouterSpec,
+        at: RouterBwdPointers<At>,
+    },
+    /// A product of a router.
+    RouterGemm {
+        product: RouterProduct,
+        at: GemmPointers<At>,
+    },
     /// The scales of an operand's column layout, which were saved as bytes.
     Unpack {
         cast: Cast,
@@ -156,6 +172,9 @@ impl Work {
             Self::Dequantize { at, .. } => at.each(visit),
             Self::Transpose { at, .. } => at.each(visit),
             Self::Route { at, .. } => at.each(visit),
+            Self::Router { at, .. } => at.each(visit),
+            Self::RouterBackward { at, .. } => at.each(visit),
+            Self::RouterGemm { at, .. } => at.each(visit),
             Self::Unpack { packed, unpacked, .. } => [packed, unpacked].into_iter().for_each(visit),
         }
     }

@@ -14,9 +14,13 @@ use crate::torch::process::state;
 const OP: &str = "router";
 
 /// How a router chooses: topk, groups, groups of a token, scores, the normalised experts, factor.
-type Choice<'a> = (usize, usize, usize, &'a str, &'a str, f32);
+pub(crate) type Choice<'a> = (usize, usize, usize, &'a str, &'a str, f32);
 
-fn spec_of((topk, groups, group_topk, score, over, factor): Choice<'_>, input: Float) -> Result<RouterSpec, Error> {
+/// The choice, for any number of tokens.
+pub(crate) fn spec_of(
+    (topk, groups, group_topk, score, over, factor): Choice<'_>,
+    input: Float,
+) -> Result<RouterSpec, Error> {
     let score = match score {
         "softmax" => Score::Softmax,
         "sigmoid" => Score::Sigmoid,

@@ -440,7 +440,7 @@ pub(crate) fn traced_call<'py>(
             (None, layout) => (layout.row_bytes, layout.col_bytes),
         };
         let mut call = TracedCall {
-            widths: std::iter::once(program.out_cols()).chain(program.extra_output_cols().iter().copied()).collect(),
+            widths: program.result_cols().collect(),
             saved: (2 * one.saved_bytes() - two.saved_bytes(), two.saved_bytes() - one.saved_bytes()),
             weights: linears.clone().filter(|_| region.is_some()).map(bytes).collect(),
             reads_weight: linears.clone().map(|linear| program.reads_weight(linear)).collect(),

@@ -57,12 +57,12 @@ pub(crate) fn check(
 /// than its tensor.
 pub(crate) fn check_grad(program: &Program, rows: usize, index: usize, grad: &TensorView<'_>) -> Result<(), Error> {
     let key = program.key();
-    let (dtype, device) = (DType::from(key.activation), key.device);
-    let (what, cols) = if index == 0 {
-        ("the gradient of the output", program.out_cols())
+    let (what, (cols, dtype)) = if index == 0 {
+        ("the gradient of the output", (program.out_cols(), key.activation))
     } else {
-        ("the gradient of an extra output", program.extra_output_cols()[index - 1])
+        ("the gradient of an extra output", program.extra_output_kinds()[index - 1])
     };
+    let (dtype, device) = (DType::from(dtype), key.device);
     if grad.dtype() != dtype || grad.device() != device {
         let got = format!("{} on {}", grad.dtype(), grad.device());
         return Err(Error::dtype(OP, what, format!("{dtype} on {device}, {rows} rows of {cols}"), got));

@@ -540,16 +540,17 @@ impl<'a, 'py> Call<'a, 'py> {
         extras: &[Bound<'py, PyAny>],
     ) -> Result<Vec<Bound<'py, PyAny>>, Failure> {
         let (py, state) = (self.x.py(), self.state);
-        let dtype = DType::from(compiled.program.key().activation);
+        let program = &compiled.program;
         let mut outputs: Vec<Bound<'py, PyAny>> = Vec::with_capacity(shapes.extra_outputs.len());
-        for (index, (&at, tuples)) in compiled.program.extra_outputs().iter().zip(&shapes.extra_outputs).enumerate() {
+        let kinds = program.extra_output_kinds().iter().zip(&shapes.extra_outputs);
+        for (index, (&at, (&(_, dtype), tuples))) in program.extra_outputs().iter().zip(kinds).enumerate() {
             let tensor = match at {
                 Port::Input => self.x.clone(),
                 Port::Extra(extra) => extras[usize::from(extra)].clone(),
                 Port::ExtraOutput(other) if usize::from(other) != index => {
                     outputs[usize::from(other)].call_method0("detach")?
                 }
-                _ => state.empty(py, place.device, tuples.size.bind(py), tuples.stride.bind(py), dtype)?,
+                _ => state.empty(py, place.device, tuples.size.bind(py), tuples.stride.bind(py), dtype.into())?,
             };
             outputs.push(tensor);
         }

@@ -6,11 +6,13 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyString, PyTuple};
 use pyo3::{PyTraverseError, PyVisit};
 use smallvec::SmallVec;
-use te_fast_core::Error;
 use te_fast_core::ops::norm_spec::NormKind;
-use te_fast_core::program::{Chain, Groups, KeptProgram, LinearCall, Op, Program, ProgramCache, QuantizedKind};
+use te_fast_core::ops::router::RouterSpec;
+use te_fast_core::program::{Chain, Groups, KeptProgram, LinearCall, Op, Program, ProgramCache, QuantizedKind, Router};
 use te_fast_core::recipe::region::Region;
+use te_fast_core::{Error, Float};
 
+use crate::direct::router::{Choice, spec_of};
 use crate::error::{Failure, IntoPython};
 use crate::program::functions::activation_named;
 use crate::program::weight::WeightHandle;
@@ -76,7 +78,11 @@ impl Shapes {
             x: x.to_vec(),
             input: Tuples::new(py, x)?,
             output: with_cols(program.out_cols())?,
-            extra_outputs: program.extra_output_cols().iter().map(|&cols| with_cols(cols)).collect::<PyResult<_>>()?,
+            extra_outputs: program
+                .extra_output_kinds()
+                .iter()
+                .map(|&(cols, _)| with_cols(cols))
+                .collect::<PyResult<_>>()?,
         })
     }
 }
@@ -430,10 +436,32 @@ impl ProgramHandle {
         self.chain.push(label, Op::ConstantScale { scale: scale as f32 });
     }
 
-    /// Appends a permutation of tokens' rows to experts, by extra inputs of a mask and probabilities. Ops behind it take counts
-    /// and factors of the rows from it.
-    fn permute(&mut self, label: String, num_experts: usize, topk: usize) {
-        self.chain.push(label, Op::Permute { experts: num_experts, topk });
+    /// Appends a router of tokens; the permutation right behind moves the rows by its choice. With `biased`, extra inputs
+    /// are a bias of the experts and memory for the numbers of their tokens. With `logits`, an extra output are the logits.
+    #[pyo3(signature = (label, parameters, weight, num_experts, cols, choice, *, biased, logits))]
+    #[expect(clippy::too_many_arguments, reason = "a Python method's arguments")]
+    fn router(
+        &mut self,
+        label: String,
+        parameters: &Bound<'_, PyDict>,
+        weight: &str,
+        num_experts: usize,
+        cols: usize,
+        choice: Choice<'_>,
+        biased: bool,
+        logits: bool,
+    ) -> PyResult<()> {
+        let choice = RouterSpec { experts: num_experts, ..spec_of(choice, Float::F32).python()? };
+        self.chain.push(label, Op::Router(Router { cols, choice, biased, logits }));
+        self.parameter(parameters, weight, &[]);
+        Ok(())
+    }
+
+    /// Appends a permutation of tokens' rows to experts, by the router before it or by extra inputs of a mask and
+    /// probabilities. Ops behind it take counts and factors of the rows from it.
+    #[pyo3(signature = (label, num_experts, topk, *, routed=false))]
+    fn permute(&mut self, label: String, num_experts: usize, topk: usize, routed: bool) {
+        self.chain.push(label, Op::Permute { experts: num_experts, topk, routed });
     }
 
     /// Appends the inverse permutation, which sums each token's rows.
@@ -498,8 +526,8 @@ impl ProgramHandle {
     fn widths(&self, cols: usize) -> PyResult<Vec<usize>> {
         let widths = self.chain.widths(cols).map_err(|error| crate::error::named(&error, Some(&self.name)))?;
         let links = self.chain.links().iter().zip(&widths);
-        let extra = links.filter(|(link, _)| link.op.extra_outputs() != 0).map(|(_, &cols)| cols);
-        Ok(widths.last().copied().into_iter().chain(extra).collect())
+        let extra = links.filter_map(|(link, &cols)| link.op.extra_output_of(cols, Float::F32));
+        Ok(widths.last().copied().into_iter().chain(extra.map(|(cols, _)| cols)).collect())
     }
 
     /// Number of compiled programs, counting each row count.
