@@ -1,0 +1,105 @@
+"""Layers in traces: a graph fits layers of one form, and a layer that changes gets another graph."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch._dynamo
+
+import te_fast.pytorch as te
+from graphs import needs_compile
+from te_fast.common.recipe import Float8CurrentScaling
+from te_fast.errors import UnsupportedError
+
+pytestmark = [needs_compile, pytest.mark.usefixtures("fresh_dynamo")]
+
+OPTIONS = {"params_dtype": torch.bfloat16, "device": "cpu"}
+
+
+def layer_of(**options):
+    return te.Linear(32, 32, **OPTIONS, **options)
+
+
+def call(layer, x):
+    return layer(x)
+
+
+def graphs():
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def in_fp8(function, *given):
+    with te.autocast(recipe=Float8CurrentScaling()):
+        return function(*given)
+
+
+def test_layers_of_one_program_that_return_other_things_share_no_graph():
+    """The bias that is returned is no part of the program, so that both layers have the same one."""
+    plain, with_bias = layer_of(bias=False), layer_of(return_bias=True)
+    x = torch.randn(16, 32, dtype=torch.bfloat16)
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for layer in (plain, with_bias, plain):
+        eager, traced = (in_fp8(function, layer, x) for function in (call, compiled))
+        if layer is plain:
+            assert torch.equal(eager, traced)
+        else:
+            assert isinstance(traced, tuple)
+            assert torch.equal(eager[0], traced[0])
+            assert traced[1] is layer.bias
+    assert graphs() == 2
+
+
+def test_a_changed_layer_gets_another_graph():
+    layer = layer_of()
+    x = torch.randn(16, 32, dtype=torch.bfloat16)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    assert torch.equal(in_fp8(compiled, x), in_fp8(layer, x))
+    layer.return_bias, layer.apply_bias = True, False
+    (y, bias), (eager, _) = in_fp8(compiled, x), in_fp8(layer, x)
+    assert torch.equal(y, eager)
+    assert bias is layer.bias
+    layer.return_bias, layer.apply_bias = False, True
+    assert torch.equal(in_fp8(compiled, x), in_fp8(layer, x))
+
+
+def test_parameters_are_read_where_they_are():
+    """A parameter that was replaced, and one that became a plain tensor, as sharding leaves it."""
+    layer = layer_of(bias=False)
+    x = torch.randn(16, 32, dtype=torch.bfloat16)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    in_fp8(compiled, x)
+    layer.weight = torch.nn.Parameter(torch.randn(32, 32, dtype=torch.bfloat16))
+    assert torch.equal(in_fp8(compiled, x), in_fp8(layer, x))
+    weight = layer.weight.detach().clone()
+    del layer._parameters["weight"]
+    layer.weight = weight
+    traced = in_fp8(compiled, x)
+    expected = layer_of(bias=False)
+    expected.weight = torch.nn.Parameter(weight)
+    assert torch.equal(traced, in_fp8(expected, x))
+
+
+def test_a_frozen_weight_that_trains_later_gets_a_gradient():
+    layer = layer_of(bias=False)
+    layer.weight.requires_grad_(False)
+    x = torch.randn(16, 32, dtype=torch.bfloat16, requires_grad=True)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    in_fp8(compiled, x).sum().backward()
+    assert layer.weight.grad is None
+    layer.weight.requires_grad_(True)
+    in_fp8(compiled, x).sum().backward()
+    found, layer.weight.grad = layer.weight.grad, None
+    in_fp8(layer, x).sum().backward()
+    assert torch.equal(found, layer.weight.grad)
+
+
+def test_what_cannot_be_traced_is_refused_with_the_layers_name():
+    layer = layer_of(
+        bias=False, parameters_split=("one", "two"), fuse_wgrad_accumulation=True, name="mixed"
+    )
+    x = torch.randn(16, 32, dtype=torch.bfloat16)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    with pytest.raises(
+        (UnsupportedError, torch._dynamo.exc.Unsupported), match="mixed: fuse_wgrad"
+    ):
+        in_fp8(compiled, x)
