@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 sys.path[:0] = [str(Path(__file__).parents[1])]
+from recipes import RECIPES  # noqa: E402
 from routed import same_bits  # noqa: E402
 from routed_blocks import (  # noqa: E402
     ALL,
@@ -67,16 +69,19 @@ def test_values_gradients_and_bits(way, tokens, sizes, dtype):
     ((wanted * grad.double()).sum() + wanted_loss).backward()
     if block.expert_bias is not None:
         assert torch.equal(block.tokens_per_expert, 5 * counts)
-    near = 1e-4 if dtype == torch.float32 else 2e-2
+    near, near_grads = (1e-4, 1e-4) if dtype == torch.float32 else (2e-2, 4e-2)
     assert error_of(y, wanted.detach()) < near
     torch.testing.assert_close(loss.double(), wanted_loss.detach(), rtol=1e-4, atol=0)
     for key in ("router", "x"):
-        assert error_of(grads[key], leaves[key].grad) < near
+        assert error_of(grads[key], leaves[key].grad) < near_grads
+
+
+# Experts in FP32 have no kernels outside of FP8, so that their block is no program.
+PROGRAMS = [*product(ALL, [torch.bfloat16]), *product(RECIPES, [torch.float32])]
 
 
 @pytest.mark.parametrize("way", ["softmax", "biased groups"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(("name", "dtype"), PROGRAMS, ids=str)
 def test_bits_of_the_parts(name, dtype, way):
     """Result and experts have the bits of a program that gets the router's mask; the router's sums are near FP64."""
     block = make("cuda", dtype, SIZES, aux_loss_coeff=0.1, **WAYS[way])
