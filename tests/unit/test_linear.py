@@ -191,6 +191,7 @@ def test_outside_of_fp8_every_way_of_a_gradient_has_torchs_bits(view, dtype, bia
             y = layer(leaf)
         y.backward(grad)
         layer.backward_dw()
+        assert not any(parameter.grad.requires_grad for parameter in layer.parameters())
         found.append([y, leaf.grad, *(parameter.grad for parameter in layer.parameters())])
     for other in found[1:]:
         assert all(map(torch.equal, found[0], other))

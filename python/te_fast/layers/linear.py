@@ -213,12 +213,13 @@ class Linear(SplitLinear):
     ) -> torch.Tensor:
         if autocast_state.fp8_calibration:
             self._take_maxima([inp], [weight])
+        # torch's products may sum a strided input, and its gradient, in another order than the contiguous copy.
+        inp = inp.contiguous()
         if self.fuse_wgrad_accumulation or self.delay_wgrad_compute:
             inp = inp.to(self.activation_dtype)
             bias = None if bias is None else bias.to(inp.dtype)
             return high_precision.linear(inp, weight, bias, self, is_first_microbatch is True)
-        # torch rounds the gradient of a strided input differently from the gradient of its contiguous copy.
-        return functional.linear(inp.contiguous(), weight, bias)
+        return functional.linear(inp, weight, bias)
 
     def extra_repr(self) -> str:
         """Sizes and bias, as ``torch.nn.Linear`` shows them, then type, recipe and parallel arguments."""

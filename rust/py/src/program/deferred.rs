@@ -125,8 +125,10 @@ fn plain_product<'py>(
     into: Option<(&Bound<'py, PyAny>, bool)>,
 ) -> PyResult<Option<Bound<'py, PyAny>>> {
     let py = x.py();
+    // A deferred product runs where gradients are recorded: without `detach`, it would keep the forward's graph.
     let rows = |tensor: &Bound<'py, PyAny>| -> PyResult<Bound<'py, PyAny>> {
         let cols = tensor.getattr(intern!(py, "shape"))?.get_item(-1)?;
+        let tensor = tensor.call_method0(intern!(py, "detach"))?;
         tensor.call_method1(intern!(py, "reshape"), ((-1, cols),))?.call_method0(intern!(py, "contiguous"))
     };
     let product = |x: &Bound<'py, PyAny>, grad: &Bound<'py, PyAny>| {
