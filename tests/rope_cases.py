@@ -71,6 +71,30 @@ def check(heads, width, rows, dtype, device, *, interleaved, in_place, fmt="sbhd
         assert same(part, known), name
 
 
+def check_unrotated(heads, rows, dtype, device, order):
+    """Run forward and backward without angles; values and gradients must be those of torch's views, bit for bit."""
+    packed = randoms(*rows, heads.columns, dtype=dtype, device=device).requires_grad_()
+    given = packed * 1
+    outs = split_rotated(given, None, heads, in_place=True, order=order)
+    parts = [part.permute(order) for part in heads.split(packed.detach())]
+    for name, out, known in zip("qkv", outs, parts, strict=True):
+        assert out.dtype == dtype
+        assert same(out, known), name
+    if given.numel():
+        shares = outs[2].untyped_storage().data_ptr() == given.untyped_storage().data_ptr()
+        assert shares == heads.are_views
+    grads = [
+        randoms(*out.shape, dtype=dtype, device=device, seed=index)
+        for index, out in enumerate(outs, 1)
+    ]
+    grads[1] = grads[1].transpose(-1, -2).contiguous().transpose(-1, -2)  # channels apart
+    (got,) = torch.autograd.grad(outs, packed, grads)
+    twin = packed.detach().clone().requires_grad_()
+    parts = [part.permute(order) for part in heads.split(twin)]
+    (known,) = torch.autograd.grad(parts, twin, grads)
+    assert same(got, known)
+
+
 def same(a, b):
     """Whether the bits are equal; all NaN count as equal."""
     a, b = a.detach().cpu(), b.detach().cpu()

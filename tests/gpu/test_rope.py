@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import te_fast.pytorch as te
-from rope_cases import DTYPES, SIZES, check
+from rope_cases import DTYPES, SIZES, check, check_unrotated
 from te_fast.attention.rope import Heads
 
 pytestmark = pytest.mark.gpu
@@ -23,6 +23,15 @@ def test_the_product_of_queries_keys_and_values(heads, width, dtype, interleaved
             check(
                 own, width, rows, dtype, "cuda", interleaved=interleaved, in_place=in_place, fmt=fmt
             )
+
+
+@pytest.mark.parametrize("heads", [*(heads for heads, _ in SIZES), Heads(16, 4, 128)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_product_without_angles(heads, dtype):
+    for grouped in (False, True):
+        own = heads._replace(is_grouped=grouped)
+        for rows, order in (((37, 3), (1, 2, 0, 3)), ((2, 130), (0, 2, 1, 3))):
+            check_unrotated(own, rows, dtype, "cuda", order)
 
 
 def test_a_layer_in_a_graph_of_the_users():

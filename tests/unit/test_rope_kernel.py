@@ -8,7 +8,7 @@ import torch
 import te_fast
 import te_fast.pytorch as te
 from attention_reference import rotate_exactly
-from rope_cases import DTYPES, SIZES, check, randoms, same
+from rope_cases import DTYPES, SIZES, check, check_unrotated, randoms, same
 from te_fast.attention.rope import Heads, _waves, split_rotated
 from te_fast.errors import ShapeError
 from te_fast.pytorch.attention.rope import apply_rotary_pos_emb
@@ -25,6 +25,28 @@ def test_the_product_of_queries_keys_and_values(heads, width, dtype, interleaved
             check(
                 own, width, rows, dtype, "cpu", interleaved=interleaved, in_place=in_place, fmt=fmt
             )
+
+
+@pytest.mark.parametrize("heads", [heads for heads, _ in SIZES])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_product_without_angles(heads, dtype):
+    for grouped in (False, True):
+        own = heads._replace(is_grouped=grouped)
+        for rows, order in (((5, 3), (1, 2, 0, 3)), ((2, 4), (0, 2, 1, 3)), ((0, 3), (1, 2, 0, 3))):
+            check_unrotated(own, rows, dtype, "cpu", order)
+
+
+def test_heads_that_do_not_fit_the_product_are_told_so():
+    packed = torch.randn(3, 2, 48)
+    for heads, match in (
+        (Heads(2, 2, 6), "contiguous rows of 36 columns"),
+        (Heads(3, 2, 8), "a multiple of the groups"),
+        (Heads(2, 0, 8), "a multiple of the groups"),
+    ):
+        with pytest.raises(ShapeError, match=match):
+            split_rotated(packed, None, heads, in_place=True)
+    with pytest.raises(ShapeError, match="four dimensions, each once"):
+        split_rotated(packed, None, Heads(2, 2, 8), in_place=True, order=(0, 0, 1, 2))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -110,6 +132,29 @@ def test_a_layer_rotates_in_one_launch_either_way(groups, interleaved_weights):
         y = layer(x, rotary_pos_emb=freqs)
     assert [launch.name for launch in launches if "rotate" in launch.name] == ["rotate_f32"]
     y = layer(x, rotary_pos_emb=freqs)
+    with torch.profiler.profile() as profile, te_fast.dispatch.record() as launches:
+        y.sum().backward()
+    assert [launch.name for launch in launches if "rotate" in launch.name] == ["rotate_f32"]
+    names = {event.key for event in profile.key_averages()}
+    assert "aten::cat" not in names
+
+
+@pytest.mark.parametrize("fmt", ["sbhd", "bshd"])
+def test_a_layer_without_angles_copies_nothing_forward_and_once_backward(fmt):
+    options = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "bias": False, "device": "cpu"}
+    layer = te.TransformerLayer(
+        64,
+        64,
+        4,
+        qkv_weight_interleaved=False,
+        attn_input_format=fmt,
+        fuse_qkv_params=True,
+        **options,
+    )
+    x = torch.randn(8, 2, 64, requires_grad=True)
+    with te_fast.dispatch.record() as launches:
+        y = layer(x)
+    assert not [launch.name for launch in launches if "rotate" in launch.name]
     with torch.profiler.profile() as profile, te_fast.dispatch.record() as launches:
         y.sum().backward()
     assert [launch.name for launch in launches if "rotate" in launch.name] == ["rotate_f32"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -289,78 +288,30 @@ class Heads(NamedTuple):
         return not self.is_grouped or self.per_group == 1
 
 
-def _turns(parts: Any, outs: Any, waves: Any) -> list[Any]:
-    """Return the kernel's arguments for queries, keys and values."""
-    of_q, of_k = waves[:2], waves[2:]
-    pairs = zip(parts, outs, (of_q, of_k, (None, None)), strict=True)
-    return [(part, out, *wave) for part, out, wave in pairs]
-
-
-def _split(
-    packed: torch.Tensor,
-    in_place: bool,
-    waves: Any,
-    heads: Heads,
-    interleaved: bool,
-    order: tuple[int, ...] | None,
-) -> tuple[torch.Tensor, ...]:
-    """Return queries, keys and values of their product, the first two rotated, in an order of dimensions."""
-    rows = packed if packed.dim() == 3 else packed.unsqueeze(1)
-    if in_place and heads.are_views:
-        outs = heads.split(rows)
-        native.rotate(_turns(outs, outs, waves)[:2], interleaved, False)
-    else:
-        plain = heads._replace(is_grouped=False)
-        outs = plain.parts(torch.empty_like(rows, memory_format=torch.contiguous_format))
-        native.rotate(_turns(heads.parts(rows), outs, waves), interleaved, False)
-    if packed.dim() != 3:
-        outs = tuple([out.squeeze(1) for out in outs])
-    return outs if order is None else tuple([out.permute(order) for out in outs])
-
-
-def _join(
-    grads: tuple[torch.Tensor, ...],
-    waves: Any,
-    heads: Heads,
-    interleaved: bool,
-    order: tuple[int, ...] | None,
-) -> torch.Tensor:
-    """Return the transpose of :func:`_split`: all gradients, the first two rotated back, in one tensor."""
-    parts = [_rows(t) for t in grads]
-    if order is not None:
-        back = _inverse(order)
-        parts = [t.permute(back) for t in parts]
-    packed = rows = parts[0].new_empty(*parts[0].shape[:-2], heads.columns)
-    if packed.dim() == 2:
-        parts, rows = [t.unsqueeze(1) for t in parts], packed.unsqueeze(1)
-    native.rotate(_turns(parts, heads.parts(rows), waves), interleaved, True)
-    return packed
-
-
 class _Split(torch.autograd.Function):
-    """:func:`_split`; backward writes one gradient of all three."""
+    """Splits a product into queries, keys and values; backward writes one gradient of all three."""
 
     @staticmethod
     def forward(ctx: Any, packed: torch.Tensor, in_place: bool, *given: Any) -> Any:
         ctx.given = given
-        return _split(packed, in_place, *given)
+        return native.split_rotated(packed, in_place, *given)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        given = ctx.given  # second derivatives need an autograd node
-        packed = _Join.apply(*grads, *given) if torch.is_grad_enabled() else _join(grads, *given)
-        return packed, None, None, None, None, None
+    def backward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        if torch.is_grad_enabled():  # second derivatives need an autograd node
+            return _Join.apply(q, k, v, *ctx.given), None, None, None, None, None
+        return native.join_rotated((q, k, v), *ctx.given), None, None, None, None, None
 
 
 class _Join(torch.autograd.Function):
-    """:func:`_join`, the transpose of :class:`_Split`."""
+    """Joins the gradients of queries, keys and values: the transpose of :class:`_Split`."""
 
     @staticmethod
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *given: Any
     ) -> torch.Tensor:
         ctx.given = given
-        return _join((q, k, v), *given)
+        return native.join_rotated((q, k, v), *given)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
@@ -371,34 +322,32 @@ class _Join(torch.autograd.Function):
 _apply_split = super(torch.autograd.Function, _Split).apply
 
 
-@cache
-def _inverse(order: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(order.index(place) for place in range(len(order)))
-
-
 def split_rotated(
     packed: torch.Tensor,
-    waves: tuple[Waves, Waves],
+    waves: tuple[Waves, Waves] | None,
     heads: Heads,
     *,
-    interleaved: bool,
+    interleaved: bool = False,
     in_place: bool,
     order: tuple[int, ...] | None = None,
 ) -> Any:
     """Return queries, keys and values of their product, with queries and keys rotated, in FP32 and rounded once.
 
+    Plain tensors take one autograd node. Its backward writes the product's gradient in one launch.
+
     Parameters
     ----------
     packed : torch.Tensor
         ``(..., columns)``, in two or three dimensions.
-    waves : tuple
-        Cosines and signed sines of queries and of keys, as they broadcast to ``(..., heads, d)``.
+    waves : tuple, optional
+        Cosines and signed sines of queries and of keys, as they broadcast to ``(..., heads, d)``. Without them nothing
+        rotates.
     heads : Heads
         The order of the columns.
-    interleaved : bool
+    interleaved : bool, default = False
         Which channels make a pair.
     in_place : bool
-        The product may be overwritten, since it has no other reader.
+        The results may take the product's memory, since it has no other reader.
     order : tuple of int, optional
         Order of the results' dimensions, as :meth:`torch.Tensor.permute` takes it.
 
@@ -407,11 +356,14 @@ def split_rotated(
     tuple of torch.Tensor
         ``(..., heads, d)`` each, or in the order that is asked for.
     """
-    of_q, of_k = waves
-    if _is_native(packed, *of_q, *of_k):
+    angles = None if waves is None else (*waves[0], *waves[1])
+    if (waves is not None or in_place) and _is_native(packed, *(angles or ())):
         given = packed.contiguous()
-        return _apply_split(given, in_place, (*of_q, *of_k), heads, interleaved, order)
-    if of_q is of_k and not heads.is_grouped:
+        return _apply_split(given, in_place, angles, heads, interleaved, order)
+    of_q, of_k = waves or (None, None)
+    if of_q is None or of_k is None:
+        parts = heads.split(packed)
+    elif of_q is of_k and not heads.is_grouped:
         whole = packed.unflatten(-1, (-1, heads.channels))
         turned = _Rotate.apply(whole, *of_q, interleaved, heads.queries + heads.groups)
         parts = turned.split_with_sizes((heads.queries, heads.groups, heads.groups), -2)

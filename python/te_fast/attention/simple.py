@@ -77,14 +77,15 @@ def attend_simply(
         attention._heads,
         attention.rotary_pos_interleaved,
     )
-    if angles is None:
-        return attend_product(mixed, None, heads, fmt, scores)
-    of_q, of_k = angles if isinstance(angles, tuple) else (angles, angles)
-    waves = others = waves_of(of_q, mixed.shape, fmt, interleaved=interleaved)
-    if of_k is not of_q:
-        others = waves_of(of_k, mixed.shape, fmt, interleaved=interleaved)
+    waves = None
+    if angles is not None:
+        of_q, of_k = angles if isinstance(angles, tuple) else (angles, angles)
+        of_queries = of_keys = waves_of(of_q, mixed.shape, fmt, interleaved=interleaved)
+        if of_k is not of_q:
+            of_keys = waves_of(of_k, mixed.shape, fmt, interleaved=interleaved)
+        waves = of_queries, of_keys
     how: dict[str, Any] = {"interleaved": interleaved, "in_place": is_fresh(first)}
-    return attend_product(mixed, (waves, others), heads, fmt, scores, **how)
+    return attend_product(mixed, waves, heads, fmt, scores, **how)
 
 
 def attend_product(
@@ -123,11 +124,9 @@ def attend_product(
         Heads merged, in the product's format.
     """
     into, out_of = _ORDERS[fmt]
-    if waves is None:
-        q, k, v = (part.permute(into) for part in heads.split(mixed))
-    else:
-        how: dict[str, Any] = {"interleaved": interleaved, "in_place": in_place}
-        q, k, v = split_rotated(mixed, waves, heads, **how, order=into)
+    q, k, v = split_rotated(
+        mixed, waves, heads, interleaved=interleaved, in_place=in_place, order=into
+    )
     if note is not None:
         k, v = note(k, v)
     return attend(q, k, v, scores).permute(out_of).flatten(2)

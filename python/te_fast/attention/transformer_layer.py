@@ -396,55 +396,55 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
         hidden = hidden_states.contiguous()
         if torch.is_autocast_enabled(hidden.device.type):
             hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
-        common: dict[str, Any] = {
+        given: dict[str, Any] = {
             "checkpoint_core_attention": checkpoint_core_attention,
             "inference_params": inference_params,
             "core_attention_bias_type": core_attention_bias_type,
             "core_attention_bias": core_attention_bias,
             "alibi_slopes": alibi_slopes,
-            "cu_seqlens_q": cu_seqlens_q,
-            "cu_seqlens_q_padded": cu_seqlens_q_padded,
-            "max_seqlen_q": max_seqlen_q,
-            "pad_between_seqs": pad_between_seqs,
             "softcap": self.softcap if softcap is None else softcap,
-        }
-        own = common | {
-            "thd_attention_policies": thd_attention_policies,
-            "thd_attention_policy_dispatch": thd_attention_policy_dispatch,
             "attention_mask": attention_mask,
             "attn_mask_type": self_attn_mask_type or self.self_attn_mask_type,
             "window_size": self.window_size if window_size is None else window_size,
             "bottom_right_diagonal": self.bottom_right_diagonal
             if bottom_right_diagonal is None
             else bottom_right_diagonal,
+            "cu_seqlens_q": cu_seqlens_q,
             "cu_seqlens_kv": cu_seqlens_q,
+            "cu_seqlens_q_padded": cu_seqlens_q_padded,
             "cu_seqlens_kv_padded": cu_seqlens_q_padded,
+            "max_seqlen_q": max_seqlen_q,
             "max_seqlen_kv": max_seqlen_q,
+            "pad_between_seqs": pad_between_seqs,
+            "thd_attention_policies": thd_attention_policies,
+            "thd_attention_policy_dispatch": thd_attention_policy_dispatch,
         }
         tail = self._tail_for(hidden)
         if tail is not None:
-            context = self._attended(hidden, is_first_microbatch, rotary_pos_emb, own)
+            context = self._attended(hidden, is_first_microbatch, rotary_pos_emb, given)
             return tail(context, hidden, is_first_microbatch)
         step = {"is_first_microbatch": is_first_microbatch, "rotary_pos_emb": rotary_pos_emb}
-        attended = self.self_attention(hidden, **step, **own)
+        attended = self.self_attention(hidden, **step, **given)
         if self.parallel_attention_mlp:
             return self._summed(attended, self.layernorm_mlp(hidden, is_first_microbatch), hidden)
         hidden = self._with_residual(attended, hidden, self.drop_path)
         if self.layer_type == "decoder":
-            other = common | {
+            crossing = given | {
+                "thd_attention_policies": None,
+                "thd_attention_policy_dispatch": "auto",
                 "attention_mask": enc_dec_attn_mask,
                 "attn_mask_type": enc_dec_attn_mask_type or self.enc_dec_attn_mask_type,
-                "window_size": self.enc_dec_window_size
-                if enc_dec_window_size is None
-                else enc_dec_window_size,
-                "bottom_right_diagonal": self.enc_dec_bottom_right_diagonal
-                if enc_dec_bottom_right_diagonal is None
-                else enc_dec_bottom_right_diagonal,
+                "window_size": _or_own(enc_dec_window_size, self.enc_dec_window_size),
+                "bottom_right_diagonal": _or_own(
+                    enc_dec_bottom_right_diagonal, self.enc_dec_bottom_right_diagonal
+                ),
                 "cu_seqlens_kv": cu_seqlens_kv,
                 "cu_seqlens_kv_padded": cu_seqlens_kv_padded,
                 "max_seqlen_kv": max_seqlen_kv,
             }
-            crossed = self.inter_attention(hidden, encoder_output=encoder_output, **step, **other)
+            crossed = self.inter_attention(
+                hidden, encoder_output=encoder_output, **step, **crossing
+            )
             hidden = self._with_residual(crossed, hidden, None)
         output = self._with_residual(
             self.layernorm_mlp(hidden, is_first_microbatch), hidden, self.drop_path
@@ -519,6 +519,11 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
         out = functional.dropout(out, self.hidden_dropout, training=self.training)
         drop_path = self.drop_path if self.parallel_attention_mlp else drop_path
         return residual + (out if drop_path is None else drop_path(out))
+
+
+def _or_own(given: Any, own: Any) -> Any:
+    """Return an argument of a call, or the layer's own if it is None."""
+    return own if given is None else given
 
 
 def _check_arguments(layer: str, given: dict[str, Any]) -> None:

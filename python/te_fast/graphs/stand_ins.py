@@ -15,6 +15,7 @@ from te_fast.graphs.form import forward_traced
 from te_fast.runtime import native
 from te_fast.runtime.autocast import autocast
 from te_fast.runtime.compiling import CAN_COMPILE
+from te_fast.runtime.module_hooks import has_hooks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,6 +46,24 @@ def _layer_forward(
         )
         raise UnsupportedError(message)
     return forward_traced(module, inp, is_first_microbatch)
+
+
+_every_module = torch.nn.modules.module
+
+
+def _are_called_plainly(*modules: Any) -> bool:
+    if (
+        _every_module._global_forward_hooks
+        or _every_module._global_forward_pre_hooks
+        or _every_module._global_backward_hooks
+        or _every_module._global_backward_pre_hooks
+    ):
+        return False
+    for module in modules:
+        own = module.__dict__
+        if has_hooks(module) or "forward" in own or own.get("_compiled_call_impl") is not None:
+            return False
+    return True
 
 
 def _region(*args: Any, **kwargs: Any) -> Any:
@@ -90,6 +109,7 @@ def _register() -> None:
         (native.layer_call, _call_layer),
         (native.program_module_call, _call_module),
         (native.layer_forward, _layer_forward),
+        (native.are_called_plainly, _are_called_plainly),
     ):
         substitute_in_graph(native_entry, skip_signature_check=True)(stand_in)
     for entry in _outside:

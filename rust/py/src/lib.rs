@@ -59,7 +59,7 @@ mod _native {
     #[pymodule_export]
     use crate::direct::quantize_groups::quantize_groups;
     #[pymodule_export]
-    use crate::direct::rope::rotate;
+    use crate::direct::rope::{join_rotated, rotate, split_rotated};
     #[pymodule_export]
     use crate::direct::router::{router_backward, router_forward};
     #[pymodule_export]
@@ -78,6 +78,8 @@ mod _native {
     use crate::hooks::install_hooks;
     #[pymodule_export]
     use crate::layer::call::{grouped_layer_forward, layer_call, layer_forward};
+    #[pymodule_export]
+    use crate::layer::module::are_called_plainly;
     #[pymodule_export]
     use crate::program::backward::{ProgramSaved, program_backward};
     #[pymodule_export]

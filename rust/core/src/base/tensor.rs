@@ -45,6 +45,19 @@ impl<'a> TensorView<'a> {
         Some(view)
     }
 
+    /// The view whose dimension `i` is dimension `order[i]` of this one; none if `order` is not an order of all.
+    #[must_use]
+    pub fn permuted(&self, order: &[usize]) -> Option<Self> {
+        let mut view = *self;
+        let mut seen = 0_u32;
+        for (at, &dim) in order.iter().enumerate() {
+            *view.shape.get_mut(at)? = *self.shape().get(dim)?;
+            view.strides[at] = self.strides[dim];
+            seen |= 1 << dim;
+        }
+        (order.len() == self.shape().len() && seen.count_ones() as usize == order.len()).then_some(view)
+    }
+
     /// First element.
     #[must_use]
     pub fn data(&self) -> DevPtr<'a> {

@@ -17,6 +17,7 @@ pub mod norm;
 pub mod norm_backward;
 mod norm_share;
 pub mod norm_spec;
+pub mod packed_heads;
 pub mod pad;
 pub mod permute;
 pub mod permute_cast;

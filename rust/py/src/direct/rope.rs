@@ -1,12 +1,16 @@
-//! The rotation of queries and keys: `te_fast.attention.rope` calls it with views of their product.
+//! The rotation of heads: of any tensors, and of queries and keys in the product that has them in its columns.
+//! `te_fast.attention.rope` calls it.
 
 use pyo3::prelude::*;
+use smallvec::SmallVec;
 use te_fast_core::Error;
-use te_fast_core::base::tensor::TensorView;
+use te_fast_core::base::tensor::{MAX_DIMS, TensorView};
+use te_fast_core::ops::packed_heads::{PackedHeads, Waves, join, split};
 use te_fast_core::ops::rope::{Turn, rotate as rotate_heads};
 
 use crate::direct::call::DirectCall;
 use crate::error::IntoPython;
+use crate::torch::operand::contiguous_copy;
 use crate::torch::process::{State, state};
 use crate::torch::reader::view_of;
 
@@ -63,4 +67,116 @@ pub(crate) fn rotate(
         *slot = Some(turn);
     }
     call.run(0, |target, _| rotate_heads(target, &read, interleaved, transposed))
+}
+
+/// Cosines and signed sines of queries, then of keys.
+type WaveTensors<'py> = (Bound<'py, PyAny>, Bound<'py, PyAny>, Bound<'py, PyAny>, Bound<'py, PyAny>);
+/// An order of four dimensions, as `torch.Tensor.permute` takes it.
+type Order = (usize, usize, usize, usize);
+/// Heads of queries, groups, channels, and whether the columns are grouped: `te_fast.attention.rope.Heads`.
+type Heads = (i64, i64, i64, bool);
+
+fn packed((queries, groups, channels, is_grouped): Heads) -> PyResult<PackedHeads> {
+    PackedHeads::new([queries, groups, channels], is_grouped).python()
+}
+
+fn read_waves<'a>(call: &DirectCall<'_, '_>, waves: Option<&'a WaveTensors<'_>>) -> PyResult<Waves<'a>> {
+    let Some((q_cos, q_sin, k_cos, k_sin)) = waves else { return Ok(None) };
+    let read = |wave| -> PyResult<TensorView<'a>> {
+        let view = view_of(&call.state.reader, wave, "cosines and sines").python()?;
+        call.same_device(&view, "cosines and sines")?;
+        Ok(view)
+    };
+    Ok(Some([[read(q_cos)?, read(q_sin)?], [read(k_cos)?, read(k_sin)?]]))
+}
+
+/// Splits a contiguous product into queries, keys and values, the first two rotated: `(..., heads, channels)` each, or in
+/// another order of dimensions. The results share one memory, with `in_place` the product's where its order allows that.
+#[pyfunction]
+#[pyo3(signature = (product, in_place, waves, heads, interleaved, order, /))]
+#[expect(clippy::needless_pass_by_value, reason = "PyO3 extracts tuples by value")]
+pub(crate) fn split_rotated<'py>(
+    product: &Bound<'py, PyAny>,
+    in_place: bool,
+    waves: Option<WaveTensors<'py>>,
+    heads: Heads,
+    interleaved: bool,
+    order: Option<Order>,
+) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyAny>, Bound<'py, PyAny>)> {
+    let state = state(product.py())?;
+    let view = view_of(&state.reader, product, "the product").python()?;
+    let call = DirectCall::new(state, product.py(), "rotate", view.device())?;
+    let (waves, heads) = (read_waves(&call, waves.as_ref())?, packed(heads)?);
+    let stays = in_place && heads.are_views();
+    let (memory, after) =
+        if stays { (product.clone(), heads) } else { (call.empty(view.shape(), view.dtype())?, heads.ungrouped()) };
+    let own = view_of(&state.reader, &memory, "the result").python()?;
+    let into = if stays { None } else { Some(&own) };
+    call.run(0, |target, _| split(target, &heads, &view, into, &waves, interleaved))?;
+    let (views, offsets) = (after.views(&own).python()?, after.offsets());
+    let result = |at: usize| {
+        let part = ordered(&views[at], order)?;
+        state.torch.strided_in_storage_of(&memory, part.shape(), part.strides(), offsets[at])
+    };
+    Ok((result(0)?, result(1)?, result(2)?))
+}
+
+/// The transpose of [`split_rotated`]: one gradient of the product, from those of queries, keys and values.
+#[pyfunction]
+#[pyo3(signature = (grads, waves, heads, interleaved, order, /))]
+#[expect(clippy::needless_pass_by_value, reason = "PyO3 extracts tuples by value")]
+pub(crate) fn join_rotated<'py>(
+    grads: (Bound<'py, PyAny>, Bound<'py, PyAny>, Bound<'py, PyAny>),
+    waves: Option<WaveTensors<'py>>,
+    heads: Heads,
+    interleaved: bool,
+    order: Option<Order>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let py = grads.0.py();
+    let (state, heads) = (state(py)?, packed(heads)?);
+    let grads = [adjacent(state, &grads.0)?, adjacent(state, &grads.1)?, adjacent(state, &grads.2)?];
+    let back = order.map(inverse);
+    let view = |grad: usize| -> PyResult<TensorView<'_>> {
+        ordered(&view_of(&state.reader, &grads[grad], "a gradient").python()?, back)
+    };
+    let views = [view(0)?, view(1)?, view(2)?];
+    let call = DirectCall::new(state, py, "rotate", views[0].device())?;
+    for grad in &views {
+        call.same_device(grad, "a gradient")?;
+    }
+    let waves = read_waves(&call, waves.as_ref())?;
+    let mut shape: SmallVec<[i64; MAX_DIMS]> = views[0].shape().into();
+    shape.truncate(shape.len().saturating_sub(2));
+    shape.push(heads.columns());
+    let product = call.empty(&shape, views[0].dtype())?;
+    let into = view_of(&state.reader, &product, "the product's gradient").python()?;
+    call.run(0, |target, _| join(target, &heads, &views, &into, &waves, interleaved))?;
+    Ok(product)
+}
+
+/// A tensor whose channels are adjacent: the tensor itself, or a copy.
+fn adjacent<'py>(state: &State, tensor: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+    let view = view_of(&state.reader, tensor, "a gradient").python()?;
+    if view.strides().last() == Some(&1) || view.shape().last() == Some(&1) {
+        return Ok(tensor.clone());
+    }
+    contiguous_copy(tensor)
+}
+
+fn ordered<'a>(view: &TensorView<'a>, order: Option<Order>) -> PyResult<TensorView<'a>> {
+    let Some((a, b, c, d)) = order else { return Ok(*view) };
+    let expected = "four dimensions, each once";
+    let wrong = || Error::shape("rotate", "the order", expected, format_args!("{order:?} of {:?}", view.shape()));
+    view.permuted(&[a, b, c, d]).ok_or_else(wrong).python()
+}
+
+fn inverse((a, b, c, d): Order) -> Order {
+    let mut places = [0; 4];
+    for (at, place) in [a, b, c, d].into_iter().enumerate() {
+        if let Some(slot) = places.get_mut(place) {
+            *slot = at;
+        }
+    }
+    let [a, b, c, d] = places;
+    (a, b, c, d)
 }

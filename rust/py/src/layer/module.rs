@@ -87,15 +87,24 @@ fn slow_call<'py>(
     state.torch.call_module(&PyTuple::new(py, arguments.collect::<Vec<_>>())?, &keywords)
 }
 
-/// Whether the call is plain: no hook of the module or of all modules, no compiled call, and no other `forward` than
-/// that of the class with this native call (of the instance, a mixin or a subclass).
+/// Whether calls of modules are their classes' own forwards alone: no hook of them or of all modules, no compiled call,
+/// and no `forward` of an instance.
+#[pyfunction]
+#[pyo3(signature = (*modules))]
+pub(crate) fn are_called_plainly(modules: &Bound<'_, PyTuple>) -> PyResult<bool> {
+    let state = state(modules.py())?;
+    for module in modules {
+        if !is_unhooked(&instance_dict(&module)?)? {
+            return Ok(false);
+        }
+    }
+    Ok(has_no_global_hook(state, modules.py()))
+}
+
+/// Whether a module has no hooks, no compiled call and no `forward` of its own.
 #[inline]
-pub(crate) fn can_skip_module_call(
-    module: &Bound<'_, PyAny>,
-    state: &State,
-    attributes: &Bound<'_, PyDict>,
-) -> PyResult<bool> {
-    let py = module.py();
+fn is_unhooked(attributes: &Bound<'_, PyDict>) -> PyResult<bool> {
+    let py = attributes.py();
     for hooks in [
         intern!(py, "_forward_hooks"),
         intern!(py, "_forward_pre_hooks"),
@@ -107,9 +116,25 @@ pub(crate) fn can_skip_module_call(
             _ => return Ok(false),
         }
     }
+    let compiled = attributes.get_item(intern!(py, "_compiled_call_impl"))?;
+    Ok(compiled.is_none_or(|call| call.is_none()) && !attributes.contains(intern!(py, "forward"))?)
+}
+
+fn has_no_global_hook(state: &State, py: Python<'_>) -> bool {
+    state.torch.global_hooks.iter().all(|hooks| hooks.bind(py).is_empty())
+}
+
+/// Whether the call is plain: [`is_unhooked`], no hook of all modules, and no other `forward` than that of the class with
+/// this native call (of a mixin or a subclass).
+#[inline]
+pub(crate) fn can_skip_module_call(
+    module: &Bound<'_, PyAny>,
+    state: &State,
+    attributes: &Bound<'_, PyDict>,
+) -> PyResult<bool> {
+    let py = module.py();
     let class = module.get_type();
-    Ok(state.torch.global_hooks.iter().all(|hooks| hooks.bind(py).is_empty())
-        && class.getattr(intern!(py, "forward"))?.is(&class.getattr(intern!(py, "_called_forward"))?)
-        && !attributes.contains(intern!(py, "forward"))?
-        && !attributes.contains(intern!(py, "_compiled_call_impl"))?)
+    Ok(is_unhooked(attributes)?
+        && has_no_global_hook(state, py)
+        && class.getattr(intern!(py, "forward"))?.is(&class.getattr(intern!(py, "_called_forward"))?))
 }

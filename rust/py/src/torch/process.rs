@@ -393,8 +393,19 @@ impl Torch {
         size: &[i64],
         offset: i64,
     ) -> PyResult<Bound<'py, PyAny>> {
+        self.strided_in_storage_of(tensor, size, &contiguous_strides(size), offset)
+    }
+
+    /// The same with strides of its own.
+    pub(crate) fn strided_in_storage_of<'py>(
+        &self,
+        tensor: &Bound<'py, PyAny>,
+        size: &[i64],
+        stride: &[i64],
+        offset: i64,
+    ) -> PyResult<Bound<'py, PyAny>> {
         let py = tensor.py();
-        let (size, stride) = (PyTuple::new(py, size)?, PyTuple::new(py, contiguous_strides(size))?);
+        let (size, stride) = (PyTuple::new(py, size)?, PyTuple::new(py, stride)?);
         if let Some(reinterpret) = &self.reinterpret {
             return reinterpret.bind(py).call1((tensor, size, stride, offset));
         }
