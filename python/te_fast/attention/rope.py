@@ -136,15 +136,20 @@ class LastWaves:
 
     def __init__(self) -> None:
         # One assignment, since another thread may run between any two statements.
-        self._last: tuple[tuple[weakref.ref[torch.Tensor], ...], tuple[Any, ...], Waves] | None
+        self._last: tuple[tuple[weakref.ref[torch.Tensor], ...], Any, Waves] | None
         self._last = None
 
     def of(
         self, angles: tuple[torch.Tensor, ...], key: tuple[Any, ...], make: Callable[[], Waves]
     ) -> Waves:
         """Return the kept result of `make` if key and tensors are the same and unchanged, else call `make`."""
-        if is_compiling() or any([t.requires_grad or t.is_inference() for t in angles]):
+        if is_compiling():
             return make()
+        stamps = []
+        for t in angles:
+            if t.requires_grad or t.is_inference():
+                return make()
+            stamps += [t._version, t.data_ptr()]
         stream = None
         if angles[0].is_cuda:
             if (
@@ -153,18 +158,20 @@ class LastWaves:
                 return make()
             # Another stream would not wait for this one.
             stream = torch._C._cuda_getCurrentRawStream(angles[0].device.index)
-        key = (*key, stream, *[(t._version, t.data_ptr()) for t in angles])
+        now = (key, stream, stamps)
         last = self._last
-        if (
-            last is not None
-            and last[1] == key
-            and all([ref() is t for ref, t in zip(last[0], angles, strict=True)])
-        ):
-            return last[2]
+        if last is not None:
+            refs, then, waves = last
+            if then == now and all(map(_refers_to, refs, angles)):
+                return waves
         waves = make()
         if not waves[0].is_inference():  # a backward could not save inference tensors
-            self._last = (tuple([weakref.ref(t) for t in angles]), key, waves)
+            self._last = (tuple([weakref.ref(t) for t in angles]), now, waves)
         return waves
+
+
+def _refers_to(ref: weakref.ref[torch.Tensor], t: torch.Tensor) -> bool:
+    return ref() is t
 
 
 _last_waves = LastWaves()
@@ -356,12 +363,12 @@ def split_rotated(
     tuple of torch.Tensor
         ``(..., heads, d)`` each, or in the order that is asked for.
     """
-    angles = None if waves is None else (*waves[0], *waves[1])
-    if (waves is not None or in_place) and _is_native(packed, *(angles or ())):
-        given = packed.contiguous()
-        return _apply_split(given, in_place, angles, heads, interleaved, order)
-    of_q, of_k = waves or (None, None)
-    if of_q is None or of_k is None:
+    of_q, of_k = waves or ((), ())
+    checked = of_q if of_k is of_q else (*of_q, *of_k)
+    if (waves is not None or in_place) and _is_native(packed, *checked):
+        angles = None if waves is None else (*of_q, *of_k)
+        return _apply_split(packed.contiguous(), in_place, angles, heads, interleaved, order)
+    if waves is None:
         parts = heads.split(packed)
     elif of_q is of_k and not heads.is_grouped:
         whole = packed.unflatten(-1, (-1, heads.channels))
