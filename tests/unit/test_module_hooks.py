@@ -1,0 +1,72 @@
+"""Which calls of modules are their classes' own forwards alone: natively, and as traces see it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import te_fast.pytorch as te
+from te_fast.graphs.stand_ins import _are_called_plainly
+from te_fast.runtime.module_hooks import are_called_plainly
+
+
+def nothing(*_):
+    """Do nothing, as any kind of hook."""
+
+
+REGISTRIES = [
+    "register_forward_hook",
+    "register_forward_pre_hook",
+    "register_full_backward_hook",
+    "register_full_backward_pre_hook",
+]
+OF_ALL_MODULES = [
+    torch.nn.modules.module.register_module_forward_hook,
+    torch.nn.modules.module.register_module_forward_pre_hook,
+    torch.nn.modules.module.register_module_full_backward_hook,
+    torch.nn.modules.module.register_module_full_backward_pre_hook,
+]
+
+
+@pytest.fixture(params=[are_called_plainly, _are_called_plainly], ids=["native", "traced"])
+def plainly(request):
+    """Both answers to the question."""
+    return request.param
+
+
+@pytest.fixture
+def modules():
+    """A layer of te_fast and a module of torch's."""
+    return te.Linear(16, 16, device="cpu"), torch.nn.ReLU()
+
+
+@pytest.mark.parametrize("register", REGISTRIES)
+def test_a_hook_of_one_module(plainly, modules, register):
+    for module in modules:
+        assert plainly(*modules)
+        handle = getattr(module, register)(nothing)
+        assert not plainly(*modules)
+        handle.remove()
+    assert plainly(*modules)
+    assert plainly()
+
+
+@pytest.mark.parametrize("register", OF_ALL_MODULES)
+def test_a_hook_of_all_modules(plainly, modules, register):
+    handle = register(nothing)
+    try:
+        assert not plainly(*modules)
+    finally:
+        handle.remove()
+    assert plainly(*modules)
+
+
+def test_a_forward_of_the_instance_and_a_compiled_call(plainly, modules):
+    for module in modules:
+        module.forward = nothing
+        assert not plainly(*modules)
+        del module.forward
+        module._compiled_call_impl = nothing
+        assert not plainly(*modules)
+        module._compiled_call_impl = None
+        assert plainly(*modules)
