@@ -10,7 +10,8 @@ use pyo3::{PyTraverseError, PyVisit};
 use smallvec::SmallVec;
 
 use crate::program::handle::ProgramHandle;
-use crate::program::tensors::{Objects, requires_grad};
+use crate::program::observed::lone_edge;
+use crate::program::tensors::{Flags, Objects, requires_grad};
 use crate::tensor::given::given;
 use crate::tensor::stack::{end_of_storage, stacked};
 use crate::tensor::value::QuantizedValue;
@@ -22,10 +23,10 @@ use crate::torch::process::State;
 pub(crate) struct Joined {
     /// The whole parameters for the program. A whole needs a gradient if a part does.
     wholes: SmallVec<[Py<PyAny>; 4]>,
-    /// The parts for autograd; a parameter in one piece is its own part.
+    /// The parts; a parameter in one piece is its own part.
     parts: SmallVec<[Py<PyAny>; 8]>,
-    /// Whether a part needs a gradient.
-    is_trained: bool,
+    /// Whether each part of a joined parameter needed a gradient in forward; false for a parameter in one piece.
+    trained: Flags,
     /// For each parameter, its share.
     shares: SmallVec<[Share; 4]>,
     version: u64,
@@ -40,6 +41,10 @@ pub(crate) struct Share {
     pub(crate) is_split: bool,
     /// Whether it is the weight of a linear op.
     pub(crate) is_weight: bool,
+    /// Whether the gradients of its parts go into their `main_grad`.
+    pub(crate) fuses: bool,
+    /// The part that autograd gets for all parts, if nothing observes the others; none if autograd gets all.
+    pub(crate) edge: Option<usize>,
     /// Whether the whole is a copy.
     copied: bool,
     count: usize,
@@ -63,23 +68,29 @@ impl Joined {
     ) -> PyResult<Option<(Bound<'py, Self>, Objects<'py>)>> {
         let py = handle.py();
         let Some((parts, mut shares)) = gathered(state, handle)? else { return Ok(None) };
-        let Some(version) = version_of(state, &parts, &shares)? else { return Ok(None) };
-        let (mut wholes, mut is_trained, mut rest) = (Objects::new(), false, parts.as_slice());
+        let Some(version) = version_of(state, parts.iter(), &shares)? else { return Ok(None) };
+        let fuses = shares.iter().any(|share| share.fuses);
+        let has_edges = fuses && state.torch.is_grad_enabled.bind(py).call0()?.is_truthy()?;
+        let (mut wholes, mut trained, mut rest) = (Objects::new(), Flags::with_capacity(parts.len()), parts.as_slice());
         for share in &mut shares {
             let (own, behind) = rest.split_at(share.count);
             rest = behind;
             if !share.is_split {
                 wholes.push(own[0].clone());
+                trained.push(false);
                 continue;
             }
             let Some((whole, copied)) = join(state, own, &mut share.rows)? else { return Ok(None) };
             share.copied = copied;
+            let from = trained.len();
             for part in own {
-                if requires_grad(part)? {
-                    whole.setattr(intern!(py, "requires_grad"), true)?;
-                    is_trained = true;
-                    break;
-                }
+                trained.push(requires_grad(part)?);
+            }
+            if trained[from..].contains(&true) {
+                whole.setattr(intern!(py, "requires_grad"), true)?;
+            }
+            if share.fuses && has_edges {
+                share.edge = lone_edge(state, own, &trained[from..])?;
             }
             wholes.push(whole);
         }
@@ -87,7 +98,7 @@ impl Joined {
         let joined = Self {
             wholes: wholes.iter().map(|whole| whole.clone().unbind()).collect(),
             parts: parts.into_iter().map(Bound::unbind).collect(),
-            is_trained,
+            trained,
             shares,
             version: if copied { version_of_copy() } else { version },
         };
@@ -99,9 +110,17 @@ impl Joined {
         self.wholes.iter().map(|whole| whole.bind(py).clone()).collect()
     }
 
-    /// The parts for autograd.
-    pub(crate) fn parts(&self) -> &[Py<PyAny>] {
-        &self.parts
+    /// The parts that autograd gets, in order.
+    pub(crate) fn edges(&self) -> impl Iterator<Item = &Py<PyAny>> {
+        self.shares().flat_map(|(share, parts, _)| match share.edge {
+            Some(edge) => &parts[edge..=edge],
+            None => parts,
+        })
+    }
+
+    /// How many these are.
+    pub(crate) fn edge_count(&self) -> usize {
+        self.shares.iter().map(|share| share.edge.map_or(share.count, |_| 1)).sum()
     }
 
     /// Version of the whole weights.
@@ -111,16 +130,16 @@ impl Joined {
 
     /// Whether a part needs a gradient.
     pub(crate) fn is_trained(&self) -> bool {
-        self.is_trained
+        self.trained.contains(&true)
     }
 
-    /// For each parameter, its share and its parts.
-    pub(crate) fn shares(&self) -> impl Iterator<Item = (&Share, &[Py<PyAny>])> {
-        let mut rest = self.parts.as_slice();
+    /// For each parameter, its share, its parts, and which of them needed a gradient in forward.
+    pub(crate) fn shares(&self) -> impl Iterator<Item = (&Share, &[Py<PyAny>], &[bool])> {
+        let mut rest = (self.parts.as_slice(), self.trained.as_slice());
         self.shares.iter().map(move |share| {
-            let (own, behind) = rest.split_at(share.count);
-            rest = behind;
-            (share, own)
+            let (parts, trained) = (rest.0.split_at(share.count), rest.1.split_at(share.count));
+            rest = (parts.1, trained.1);
+            (share, parts.0, trained.0)
         })
     }
 
@@ -129,8 +148,8 @@ impl Joined {
         if self.shares.iter().any(|share| share.is_weight && share.copied) {
             return Ok(false);
         }
-        let parts: Objects<'_> = self.parts.iter().map(|part| part.bind(py).clone()).collect();
-        Ok(version_of(state, &parts, &self.shares)? != Some(self.version))
+        let parts = self.parts.iter().map(|part| part.bind(py));
+        Ok(version_of(state, parts, &self.shares)? != Some(self.version))
     }
 }
 
@@ -158,7 +177,8 @@ fn gathered<'py>(
         }
         let rows = SmallVec::new();
         let (is_split, is_weight) = (!param.parts.is_empty(), program.chain.linear_params().contains(&index));
-        shares.push(Share { rows, is_split, is_weight, copied: false, count: param.names().len() });
+        let (fuses, count) = (param.fuses, param.names().len());
+        shares.push(Share { rows, is_split, is_weight, fuses, edge: None, copied: false, count });
     }
     Ok(Some((parts, shares)))
 }
@@ -224,8 +244,12 @@ fn join_quantized<'py>(
 }
 
 /// A number that changes whenever a weight may have changed; none if a parameter has no version.
-fn version_of(state: &State, parts: &[Bound<'_, PyAny>], shares: &[Share]) -> PyResult<Option<u64>> {
-    let (mut version, mut parts) = (0, parts.iter());
+fn version_of<'a, 'py: 'a>(
+    state: &State,
+    mut parts: impl Iterator<Item = &'a Bound<'py, PyAny>>,
+    shares: &[Share],
+) -> PyResult<Option<u64>> {
+    let mut version = 0;
     for share in shares {
         for part in parts.by_ref().take(share.count) {
             if let Some(value) = given(state, part) {
@@ -233,8 +257,8 @@ fn version_of(state: &State, parts: &[Bound<'_, PyAny>], shares: &[Share]) -> Py
                 version += QuantizedValue::stamp(&value)?.unwrap_or(0);
                 continue;
             }
-            match part.getattr(intern!(part.py(), "_version")) {
-                Ok(counted) if share.is_weight => version += counted.extract::<u64>()?,
+            match part.getattr(&state.torch.names.version) {
+                Ok(counted) if share.is_weight => version += counted.extract::<i64>()? as u64,
                 Ok(_) => {}
                 Err(error) if error.is_instance_of::<PyRuntimeError>(part.py()) => return Ok(None),
                 Err(error) => return Err(error),

@@ -89,6 +89,8 @@ pub(crate) struct Torch {
     reinterpret: Option<Py<PyAny>>,
     pub(crate) is_grad_enabled: Py<PyAny>,
     pub(crate) is_autocast_enabled: Py<PyAny>,
+    /// Owners of a tensor in C++: one for its Python object, others for autograd's nodes.
+    pub(crate) use_count: Option<Py<PyAny>>,
     /// Number of modes that see every operator: tracers, and those of users.
     dispatch_modes: Py<PyAny>,
     /// Whether operators are recorded by a profiler.
@@ -325,6 +327,7 @@ impl Torch {
             reinterpret: guards.getattr("_reinterpret_tensor").ok().map(Bound::unbind),
             is_grad_enabled: native.getattr("is_grad_enabled").or_else(|_| torch.getattr("is_grad_enabled"))?.unbind(),
             is_autocast_enabled: any_autocast.unbind(),
+            use_count: torch.getattr("Tensor")?.getattr("_use_count").ok().map(Bound::unbind),
             dispatch_modes: native.getattr("_len_torch_dispatch_stack")?.unbind(),
             profiler_enabled: native.getattr("_autograd")?.getattr("_profiler_enabled")?.unbind(),
             storage_weak_ref: py.import("torch.multiprocessing.reductions")?.getattr("StorageWeakRef")?.unbind(),
