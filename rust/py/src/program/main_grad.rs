@@ -2,13 +2,13 @@
 
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyString};
+use pyo3::types::{PyDict, PyString, PyTuple};
 use smallvec::SmallVec;
 use te_fast_core::Error;
 use te_fast_core::base::dtype::{DType, Device};
 use te_fast_core::base::tensor::TensorView;
 
-use crate::error::Failure;
+use crate::error::{Failure, IntoPython};
 use crate::hooks::hooks;
 use crate::tensor::given::weight_view;
 use crate::torch::process::State;
@@ -209,7 +209,7 @@ pub(crate) fn after_main_grad<'py>(state: &State, weight: &Bound<'py, PyAny>) ->
 /// Tells parts of one stack that their gradients have been added, and makes their dummy gradients. Parts of one size share
 /// the memory of a dummy; each has its own tensor, since autograd copies one that has other owners.
 #[derive(Default)]
-pub(crate) struct Dummies<'py>(Option<(i64, Bound<'py, PyAny>)>);
+pub(crate) struct Dummies<'py>(Option<(i64, Bound<'py, PyTuple>)>);
 
 impl<'py> Dummies<'py> {
     /// The dummy gradient of a part with so many rows.
@@ -217,16 +217,17 @@ impl<'py> Dummies<'py> {
         let py = part.py();
         part.setattr(intern!(py, "grad_added_to_main_grad"), true)?;
         let zeros = Attributes::of(state, part)?.get(intern!(py, "zero_out_wgrad"))?;
-        if zeros.map_or(Ok(false), |zeros| zeros.is_truthy())? {
-            return hooks(py)?.dummy_wgrad.bind(py).call1((part,));
-        }
-        if let Some((known, dummy)) = &self.0
-            && *known == rows
+        let has_zeros = zeros.map_or(Ok(false), |zeros| zeros.is_truthy())?;
+        if let Some((known, alike)) = &self.0
+            && (*known, has_zeros) == (rows, false)
         {
-            return dummy.call_method0(intern!(py, "detach"));
+            return state.torch.alias(alike);
         }
         let dummy = hooks(py)?.dummy_wgrad.bind(py).call1((part,))?;
-        self.0 = Some((rows, dummy.clone()));
+        if !has_zeros {
+            let shape = view_of(&state.reader, &dummy, "a dummy gradient").python()?;
+            self.0 = Some((rows, state.torch.to_alias(&dummy, shape.shape(), 0)?));
+        }
         Ok(dummy)
     }
 }

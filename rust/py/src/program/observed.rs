@@ -12,15 +12,29 @@ use crate::program::main_grad::expects_dummy;
 use crate::torch::process::State;
 use crate::torch::reader::instance_dict;
 
-/// The part that stands for all trained ones in autograd's graph: the first. None if another part is observed, or none is trained.
-pub(crate) fn lone_edge(state: &State, parts: &[Bound<'_, PyAny>], trained: &[bool]) -> PyResult<Option<usize>> {
-    let Some(first) = trained.iter().position(|&trained| trained) else { return Ok(None) };
-    for (part, _) in parts.iter().zip(trained).skip(first + 1).filter(|(_, trained)| **trained) {
-        if is_observed(state, part)? {
-            return Ok(None);
+/// The part that stands for all trained ones in autograd's graph.
+#[derive(Default)]
+pub(crate) struct LoneEdge {
+    first: Option<usize>,
+    is_observed: bool,
+}
+
+impl LoneEdge {
+    /// Notes the next trained part, by its number.
+    #[inline]
+    pub(crate) fn note(&mut self, state: &State, part: &Bound<'_, PyAny>, number: usize) -> PyResult<()> {
+        if self.first.is_none() {
+            self.first = Some(number);
+        } else {
+            self.is_observed = self.is_observed || is_observed(state, part)?;
         }
+        Ok(())
     }
-    Ok(Some(first))
+
+    /// The number of the first trained part; none if another part is observed, or none is trained.
+    pub(crate) fn found(self) -> Option<usize> {
+        self.first.filter(|_| !self.is_observed)
+    }
 }
 
 /// Whether torch would run a hook for the part's gradient, or its gradient flows on to other tensors.

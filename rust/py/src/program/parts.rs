@@ -10,8 +10,8 @@ use pyo3::{PyTraverseError, PyVisit};
 use smallvec::SmallVec;
 
 use crate::program::handle::ProgramHandle;
-use crate::program::observed::lone_edge;
-use crate::program::tensors::{Flags, Objects, requires_grad};
+use crate::program::observed::LoneEdge;
+use crate::program::tensors::{Flags, Objects};
 use crate::tensor::given::given;
 use crate::tensor::stack::{end_of_storage, stacked};
 use crate::tensor::value::QuantizedValue;
@@ -68,32 +68,28 @@ impl Joined {
     ) -> PyResult<Option<(Bound<'py, Self>, Objects<'py>)>> {
         let py = handle.py();
         let Some((parts, mut shares)) = gathered(state, handle)? else { return Ok(None) };
-        let Some(version) = version_of(state, parts.iter(), &shares)? else { return Ok(None) };
-        let fuses = shares.iter().any(|share| share.fuses);
-        let has_edges = fuses && state.torch.is_grad_enabled.bind(py).call0()?.is_truthy()?;
-        let (mut wholes, mut trained, mut rest) = (Objects::new(), Flags::with_capacity(parts.len()), parts.as_slice());
+        let has_grads = state.torch.is_grad_enabled.bind(py).call0()?.is_truthy()?;
+        let (mut pass, mut wholes, mut rest) = (Pass::new(state, parts.len()), Objects::new(), parts.as_slice());
         for share in &mut shares {
             let (own, behind) = rest.split_at(share.count);
             rest = behind;
             if !share.is_split {
+                if !pass.read_whole(share, &own[0])? {
+                    return Ok(None);
+                }
                 wholes.push(own[0].clone());
-                trained.push(false);
                 continue;
             }
-            let Some((whole, copied)) = join(state, own, &mut share.rows)? else { return Ok(None) };
+            pass.begin(share, has_grads);
+            let Some((whole, copied)) = join(&mut pass, own, &mut share.rows)? else { return Ok(None) };
             share.copied = copied;
-            let from = trained.len();
-            for part in own {
-                trained.push(requires_grad(part)?);
-            }
-            if trained[from..].contains(&true) {
+            share.edge = pass.edge.take().and_then(LoneEdge::found);
+            if pass.has_trained {
                 whole.setattr(intern!(py, "requires_grad"), true)?;
-            }
-            if share.fuses && has_edges {
-                share.edge = lone_edge(state, own, &trained[from..])?;
             }
             wholes.push(whole);
         }
+        let Pass { trained, version, .. } = pass;
         let copied = shares.iter().any(|share| share.is_weight && share.copied);
         let joined = Self {
             wholes: wholes.iter().map(|whole| whole.clone().unbind()).collect(),
@@ -148,8 +144,14 @@ impl Joined {
         if self.shares.iter().any(|share| share.is_weight && share.copied) {
             return Ok(false);
         }
-        let parts = self.parts.iter().map(|part| part.bind(py));
-        Ok(version_of(state, parts, &self.shares)? != Some(self.version))
+        let mut version = Some(0);
+        for (share, parts, _) in self.shares() {
+            for part in parts.iter().filter(|_| share.is_weight) {
+                let own = version_of(state, part.bind(py))?;
+                version = version.zip(own).map(|(version, own)| version + own);
+            }
+        }
+        Ok(version != Some(self.version))
     }
 }
 
@@ -183,15 +185,87 @@ fn gathered<'py>(
     Ok(Some((parts, shares)))
 }
 
+/// What a call reads of each part beside its memory, in one pass over all.
+struct Pass<'a> {
+    state: &'a State,
+    trained: Flags,
+    version: u64,
+    /// Of the present parameter, which begins at this part.
+    from: usize,
+    is_weight: bool,
+    has_trained: bool,
+    edge: Option<LoneEdge>,
+}
+
+impl<'a> Pass<'a> {
+    fn new(state: &'a State, parts: usize) -> Self {
+        let trained = Flags::with_capacity(parts);
+        Self { state, trained, version: 0, from: 0, is_weight: false, has_trained: false, edge: None }
+    }
+
+    /// Begins with a parameter of several parts.
+    fn begin(&mut self, share: &Share, has_grads: bool) {
+        (self.from, self.is_weight, self.has_trained) = (self.trained.len(), share.is_weight, false);
+        self.edge = (share.fuses && has_grads).then(LoneEdge::default);
+    }
+
+    /// Reads a part; false if it has no version.
+    #[inline]
+    fn read(&mut self, part: &Bound<'_, PyAny>) -> PyResult<bool> {
+        let Some(version) = version_of(self.state, part)? else { return Ok(false) };
+        if self.is_weight {
+            self.version += version;
+        }
+        let is_trained = part.getattr(&self.state.torch.names.requires_grad)?.is_truthy()?;
+        if is_trained {
+            self.has_trained = true;
+            if let Some(edge) = &mut self.edge {
+                edge.note(self.state, part, self.trained.len() - self.from)?;
+            }
+        }
+        self.trained.push(is_trained);
+        Ok(true)
+    }
+
+    /// Reads a parameter in one piece.
+    fn read_whole(&mut self, share: &Share, whole: &Bound<'_, PyAny>) -> PyResult<bool> {
+        let Some(version) = version_of(self.state, whole)? else { return Ok(false) };
+        if share.is_weight {
+            self.version += version;
+        }
+        self.trained.push(false);
+        Ok(true)
+    }
+}
+
+/// A number that changes whenever a part may have changed; none if it has no version.
+#[inline]
+fn version_of(state: &State, part: &Bound<'_, PyAny>) -> PyResult<Option<u64>> {
+    if let Some(value) = given(state, part) {
+        // The numbers of values never fall.
+        return Ok(Some(QuantizedValue::stamp(&value)?.unwrap_or(0)));
+    }
+    match part.getattr(&state.torch.names.version) {
+        Ok(version) => Ok(Some(version.extract::<i64>()? as u64)), // CPython reads signed numbers sooner
+        Err(error) if error.is_instance_of::<PyRuntimeError>(part.py()) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
 /// The parts as one tensor, if they are adjacent in one storage, else a copy (true); none if they do not fit each
 /// other.
 fn join<'py>(
-    state: &State,
+    pass: &mut Pass<'_>,
     parts: &[Bound<'py, PyAny>],
     rows: &mut SmallVec<[i64; 4]>,
 ) -> PyResult<Option<(Bound<'py, PyAny>, bool)>> {
-    let py = parts[0].py();
+    let (py, state) = (parts[0].py(), pass.state);
     if let Some(value) = given(state, &parts[0]) {
+        for part in parts {
+            if !pass.read(part)? {
+                return Ok(None);
+            }
+        }
         return Ok(join_quantized(state, parts, value, rows)?.map(|whole| (whole, false)));
     }
     let Some(first) = state.reader.read(&parts[0])? else { return Ok(None) };
@@ -207,6 +281,9 @@ fn join<'py>(
         rows.push(view.shape()[0]);
         adjacent &= view.is_contiguous() && view.data().address() == end;
         end = view.data().address() + view.numel() * view.dtype().size();
+        if !pass.read(part)? {
+            return Ok(None);
+        }
     }
     if adjacent && end <= end_of_storage(&parts[0])? {
         let mut size: SmallVec<[i64; 2]> = first.shape().into();
@@ -241,29 +318,4 @@ fn join_quantized<'py>(
     let (all, cols) = (rows.iter().sum::<i64>(), parts[0].call_method1(intern!(py, "size"), (1,))?.extract::<i64>()?);
     let arguments = (Bound::new(py, value)?, (all, cols), dtype, py.None());
     parts[0].get_type().call_method1(intern!(py, "_of_value"), arguments).map(Some)
-}
-
-/// A number that changes whenever a weight may have changed; none if a parameter has no version.
-fn version_of<'a, 'py: 'a>(
-    state: &State,
-    mut parts: impl Iterator<Item = &'a Bound<'py, PyAny>>,
-    shares: &[Share],
-) -> PyResult<Option<u64>> {
-    let mut version = 0;
-    for share in shares {
-        for part in parts.by_ref().take(share.count) {
-            if let Some(value) = given(state, part) {
-                // The numbers of values never fall.
-                version += QuantizedValue::stamp(&value)?.unwrap_or(0);
-                continue;
-            }
-            match part.getattr(&state.torch.names.version) {
-                Ok(counted) if share.is_weight => version += counted.extract::<i64>()? as u64,
-                Ok(_) => {}
-                Err(error) if error.is_instance_of::<PyRuntimeError>(part.py()) => return Ok(None),
-                Err(error) => return Err(error),
-            }
-        }
-    }
-    Ok(Some(version))
 }

@@ -396,14 +396,31 @@ impl Torch {
         size: &[i64],
         offset: i64,
     ) -> PyResult<Bound<'py, PyAny>> {
+        self.alias(&self.to_alias(tensor, size, offset)?)
+    }
+
+    /// What [`Self::alias`] takes to make such a tensor.
+    pub(crate) fn to_alias<'py>(
+        &self,
+        tensor: &Bound<'py, PyAny>,
+        size: &[i64],
+        offset: i64,
+    ) -> PyResult<Bound<'py, PyTuple>> {
         let py = tensor.py();
         let (size, stride) = (PyTuple::new(py, size)?, PyTuple::new(py, contiguous_strides(size))?);
+        (tensor, size, stride, offset).into_pyobject(py)
+    }
+
+    /// Such a tensor, another one in each call.
+    pub(crate) fn alias<'py>(&self, alike: &Bound<'py, PyTuple>) -> PyResult<Bound<'py, PyAny>> {
+        let py = alike.py();
         if let Some(reinterpret) = &self.reinterpret {
-            return reinterpret.bind(py).call1((tensor, size, stride, offset));
+            return reinterpret.bind(py).call1(alike.clone());
         }
+        let (tensor, offset) = (alike.get_item(0)?, alike.get_item(3)?.extract::<i64>()?);
         let first = tensor.call_method0(intern!(py, "storage_offset"))?.extract::<i64>()?;
         let own = tensor.call_method0(intern!(py, "detach"))?;
-        own.call_method1(intern!(py, "as_strided"), (size, stride, first + offset))
+        own.call_method1(intern!(py, "as_strided"), (alike.get_item(1)?, alike.get_item(2)?, first + offset))
     }
 
     /// Whether no mode or tracer is active, which could not see a native call.
