@@ -267,3 +267,24 @@ def test_one_operation_of_a_chain_accumulates_into_main_grad():
             weight.grad.float(), grad.T @ part.bfloat16().float(), rtol=0.02, atol=0.05
         )
     assert all(weight.grad is None and weight.main_grad.any() for weight in first)
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    distributed = torch.distributed
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
+    )
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
+def test_data_parallelism_of_torch_waits_for_no_part(one_rank):
+    layer, (x, dy, wanted) = _layer(fuse=True), _operands()
+    model = torch.nn.parallel.DistributedDataParallel(layer)
+    for _ in range(3):  # it raises if a part of the step before is missing
+        with te.autocast(recipe=Float8BlockScaling()):
+            y = model(x, COUNTS)
+        y.backward(dy)
+    assert all(map(torch.equal, _into(layer, fuse=True), [3 * sums for sums in wanted]))

@@ -532,7 +532,7 @@ impl<'py> BackwardCall<'_, 'py> {
     fn main_grads(&self, py: Python<'py>, place: Place, param: usize) -> Result<Option<MainGrads<'py>>, Failure> {
         let kept = self.kept;
         let Some(joined) = &kept.joined else { return Ok(None) };
-        let Some((share, parts, trained)) = joined.get().shares().nth(param).filter(|(share, ..)| share.fuses) else {
+        let Some((share, parts, trained)) = joined.get().shares().nth(param).filter(|(share, ..)| share.fuses()) else {
             return Ok(None);
         };
         let sizes = (share.rows.as_slice(), kept.compiled.params[param].shape.as_slice(), place.device);

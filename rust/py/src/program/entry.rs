@@ -283,12 +283,13 @@ pub(crate) fn program_autograd_forward<'py>(
     let joined = last.cast::<Joined>().ok().cloned();
     let version = if joined.is_some() { None } else { last.extract()? };
     let x = &arguments.get_item(0)?;
-    let (params, given): (Objects<'py>, _) = match &joined {
-        Some(joined) => (joined.get().wholes(py), joined.get().edge_count()),
-        None => {
-            let given = program.try_borrow()?.chain.params();
-            (arguments.iter().skip(1).take(given).collect(), given)
-        }
+    let given = match &joined {
+        Some(joined) => joined.get().edge_count(),
+        None => program.try_borrow()?.chain.params(),
+    };
+    let params: Objects<'py> = match &joined {
+        Some(joined) => joined.get().wholes(py),
+        None => arguments.iter().skip(1).take(given).collect(),
     };
     let extras: Objects<'py> = arguments.iter().take(count - OTHERS).skip(1 + given).collect();
     let (extras, params) = (extras.as_slice(), params.as_slice());

@@ -11,7 +11,7 @@ use te_fast_core::base::tensor::TensorView;
 use crate::error::{Failure, IntoPython};
 use crate::hooks::hooks;
 use crate::tensor::given::weight_view;
-use crate::torch::process::State;
+use crate::torch::process::{State, Torch};
 use crate::torch::reader::{instance_dict, view_of};
 
 const OP: &str = "linear";
@@ -226,7 +226,7 @@ impl<'py> Dummies<'py> {
         let dummy = hooks(py)?.dummy_wgrad.bind(py).call1((part,))?;
         if !has_zeros {
             let shape = view_of(&state.reader, &dummy, "a dummy gradient").python()?;
-            self.0 = Some((rows, state.torch.to_alias(&dummy, shape.shape(), 0)?));
+            self.0 = Some((rows, Torch::to_alias(&dummy, shape.shape(), 0)?));
         }
         Ok(dummy)
     }

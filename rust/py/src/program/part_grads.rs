@@ -34,7 +34,7 @@ pub(crate) fn of_parts<'py>(
                 let pieces = split(&grad, &share.rows)?.into_iter().zip(trained);
                 pieces.map(|(piece, &trained)| trained.then_some(piece)).collect()
             }
-            (None, None) if share.fuses => later(state, py, own, overwrite)?,
+            (None, None) if share.fuses() => later(state, py, own, overwrite)?,
             // Delayed, or no part needs it.
             (None, None) => SmallVec::from_elem(None, parts.len()),
         };

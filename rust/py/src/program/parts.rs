@@ -39,15 +39,34 @@ pub(crate) struct Share {
     pub(crate) rows: SmallVec<[i64; 4]>,
     /// Whether it is joined from parts.
     pub(crate) is_split: bool,
-    /// Whether it is the weight of a linear op.
-    pub(crate) is_weight: bool,
-    /// Whether the gradients of its parts go into their `main_grad`.
-    pub(crate) fuses: bool,
+    role: Role,
     /// The part that autograd gets for all parts, if nothing observes the others; none if autograd gets all.
     pub(crate) edge: Option<usize>,
     /// Whether the whole is a copy.
     copied: bool,
     count: usize,
+}
+
+/// What a parameter is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Role {
+    /// The weight of a linear op.
+    Weight,
+    /// One, the gradients of whose parts go into their `main_grad`.
+    FusedWeight,
+    Other,
+}
+
+impl Share {
+    /// Whether it is the weight of a linear op.
+    pub(crate) fn is_weight(&self) -> bool {
+        self.role != Role::Other
+    }
+
+    /// Whether the gradients of its parts go into their `main_grad`.
+    pub(crate) fn fuses(&self) -> bool {
+        self.role == Role::FusedWeight
+    }
 }
 
 #[pymethods]
@@ -90,7 +109,7 @@ impl Joined {
             wholes.push(whole);
         }
         let Pass { trained, version, .. } = pass;
-        let copied = shares.iter().any(|share| share.is_weight && share.copied);
+        let copied = shares.iter().any(|share| share.is_weight() && share.copied);
         let joined = Self {
             wholes: wholes.iter().map(|whole| whole.clone().unbind()).collect(),
             parts: parts.into_iter().map(Bound::unbind).collect(),
@@ -141,12 +160,12 @@ impl Joined {
 
     /// Whether a part of a weight that was read without a copy has changed since.
     pub(crate) fn was_changed(&self, state: &State, py: Python<'_>) -> PyResult<bool> {
-        if self.shares.iter().any(|share| share.is_weight && share.copied) {
+        if self.shares.iter().any(|share| share.is_weight() && share.copied) {
             return Ok(false);
         }
         let mut version = Some(0);
         for (share, parts, _) in self.shares() {
-            for part in parts.iter().filter(|_| share.is_weight) {
+            for part in parts.iter().filter(|_| share.is_weight()) {
                 let own = version_of(state, part.bind(py))?;
                 version = version.zip(own).map(|(version, own)| version + own);
             }
@@ -178,9 +197,13 @@ fn gathered<'py>(
             }
         }
         let rows = SmallVec::new();
-        let (is_split, is_weight) = (!param.parts.is_empty(), program.chain.linear_params().contains(&index));
-        let (fuses, count) = (param.fuses, param.names().len());
-        shares.push(Share { rows, is_split, is_weight, fuses, edge: None, copied: false, count });
+        let role = match program.chain.linear_params().contains(&index) {
+            true if param.fuses => Role::FusedWeight,
+            true => Role::Weight,
+            false => Role::Other,
+        };
+        let (is_split, count) = (!param.parts.is_empty(), param.names().len());
+        shares.push(Share { rows, is_split, role, edge: None, copied: false, count });
     }
     Ok(Some((parts, shares)))
 }
@@ -205,8 +228,8 @@ impl<'a> Pass<'a> {
 
     /// Begins with a parameter of several parts.
     fn begin(&mut self, share: &Share, has_grads: bool) {
-        (self.from, self.is_weight, self.has_trained) = (self.trained.len(), share.is_weight, false);
-        self.edge = (share.fuses && has_grads).then(LoneEdge::default);
+        (self.from, self.is_weight, self.has_trained) = (self.trained.len(), share.is_weight(), false);
+        self.edge = (share.fuses() && has_grads).then(LoneEdge::default);
     }
 
     /// Reads a part; false if it has no version.
@@ -230,7 +253,7 @@ impl<'a> Pass<'a> {
     /// Reads a parameter in one piece.
     fn read_whole(&mut self, share: &Share, whole: &Bound<'_, PyAny>) -> PyResult<bool> {
         let Some(version) = version_of(self.state, whole)? else { return Ok(false) };
-        if share.is_weight {
+        if share.is_weight() {
             self.version += version;
         }
         self.trained.push(false);

@@ -396,12 +396,11 @@ impl Torch {
         size: &[i64],
         offset: i64,
     ) -> PyResult<Bound<'py, PyAny>> {
-        self.alias(&self.to_alias(tensor, size, offset)?)
+        self.alias(&Self::to_alias(tensor, size, offset)?)
     }
 
     /// What [`Self::alias`] takes to make such a tensor.
     pub(crate) fn to_alias<'py>(
-        &self,
         tensor: &Bound<'py, PyAny>,
         size: &[i64],
         offset: i64,
