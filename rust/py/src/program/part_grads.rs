@@ -30,10 +30,8 @@ pub(crate) fn of_parts<'py>(
         let fused = fused.iter().find(|(of, _)| *of == param).map(|(_, fused)| fused);
         let given = match (grad, fused) {
             (grad, Some(fused)) => into_main_grads((state, py), own, (grad, fused))?,
-            (Some(grad), None) => {
-                let pieces = split(&grad, &share.rows)?.into_iter().zip(trained);
-                pieces.map(|(piece, &trained)| trained.then_some(piece)).collect()
-            }
+            // Autograd drops those of frozen parts.
+            (Some(grad), None) => split(&grad, &share.rows)?.into_iter().map(Some).collect(),
             (None, None) if share.fuses() => later(state, py, own, overwrite)?,
             // Delayed, or no part needs it.
             (None, None) => SmallVec::from_elem(None, parts.len()),

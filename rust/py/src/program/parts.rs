@@ -25,7 +25,8 @@ pub(crate) struct Joined {
     wholes: SmallVec<[Py<PyAny>; 4]>,
     /// The parts; a parameter in one piece is its own part.
     parts: SmallVec<[Py<PyAny>; 8]>,
-    /// Whether each part of a joined parameter needed a gradient in forward; false for a parameter in one piece.
+    /// Whether each part of a joined parameter needed a gradient in forward; false for a parameter in one piece. Behind the
+    /// first that did, only parts are read whose gradients go into `main_grad`: autograd drops other gradients by itself.
     trained: Flags,
     /// For each parameter, its share.
     shares: SmallVec<[Share; 4]>,
@@ -87,7 +88,8 @@ impl Joined {
     ) -> PyResult<Option<(Bound<'py, Self>, Objects<'py>)>> {
         let py = handle.py();
         let Some((parts, mut shares)) = gathered(state, handle)? else { return Ok(None) };
-        let has_grads = state.torch.is_grad_enabled.bind(py).call0()?.is_truthy()?;
+        let fuses = shares.iter().any(Share::fuses);
+        let has_grads = fuses && state.torch.is_grad_enabled.bind(py).call0()?.is_truthy()?;
         let (mut pass, mut wholes, mut rest) = (Pass::new(state, parts.len()), Objects::new(), parts.as_slice());
         for share in &mut shares {
             let (own, behind) = rest.split_at(share.count);
@@ -216,6 +218,7 @@ struct Pass<'a> {
     /// Of the present parameter, which begins at this part.
     from: usize,
     is_weight: bool,
+    fuses: bool,
     has_trained: bool,
     edge: Option<LoneEdge>,
 }
@@ -223,13 +226,14 @@ struct Pass<'a> {
 impl<'a> Pass<'a> {
     fn new(state: &'a State, parts: usize) -> Self {
         let trained = Flags::with_capacity(parts);
-        Self { state, trained, version: 0, from: 0, is_weight: false, has_trained: false, edge: None }
+        Self { state, trained, version: 0, from: 0, is_weight: false, fuses: false, has_trained: false, edge: None }
     }
 
     /// Begins with a parameter of several parts.
     fn begin(&mut self, share: &Share, has_grads: bool) {
-        (self.from, self.is_weight, self.has_trained) = (self.trained.len(), share.is_weight(), false);
-        self.edge = (share.fuses() && has_grads).then(LoneEdge::default);
+        (self.from, self.has_trained) = (self.trained.len(), false);
+        (self.is_weight, self.fuses) = (share.is_weight(), share.fuses());
+        self.edge = (self.fuses && has_grads).then(LoneEdge::default);
     }
 
     /// Reads a part; false if it has no version.
@@ -239,12 +243,11 @@ impl<'a> Pass<'a> {
         if self.is_weight {
             self.version += version;
         }
-        let is_trained = part.getattr(&self.state.torch.names.requires_grad)?.is_truthy()?;
-        if is_trained {
-            self.has_trained = true;
-            if let Some(edge) = &mut self.edge {
-                edge.note(self.state, part, self.trained.len() - self.from)?;
-            }
+        let is_known = self.has_trained && !self.fuses;
+        let is_trained = is_known || part.getattr(&self.state.torch.names.requires_grad)?.is_truthy()?;
+        self.has_trained |= is_trained;
+        if let (true, Some(edge)) = (is_trained, &mut self.edge) {
+            edge.note(self.state, part, self.trained.len() - self.from)?;
         }
         self.trained.push(is_trained);
         Ok(true)
