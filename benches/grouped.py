@@ -3,9 +3,12 @@
     python benches/grouped.py [--device cuda] [--tokens 4096 --hidden 7168 --ffn 2048 --experts 32 --topk 8]
 
 Host time: forward and backward of `GroupedLinear` under block scaling with 8, 64 and 256 experts of 16 rows, whose
-counts are on the device. The weights are one stack, one parameter for each expert, and the latter with `main_grad`. On
-CUDA the host only launches; on the CPU the products are computed within the call. Transformer Engine runs beside
-te_fast where it is installed.
+counts are on the device. The weights are one stack, one parameter for each expert, and the latter with `main_grad`,
+without and with dummy gradients (`grad_added_to_main_grad`, as Megatron-LM sets it). On CUDA the host only launches; on
+the CPU nothing is launched. Transformer Engine runs beside te_fast where it is installed.
+
+Beside them stands what torch's autograd takes by itself: a function of as many parameters that returns the pieces of
+one gradient, or no gradients ("autograd alone", "autograd, no gradients").
 
 The bench also times a whole block, `MoE`, of as many experts, router and permutation included.
 
@@ -16,6 +19,7 @@ are ratios to the same mixture in BF16 by `torch._grouped_mm`. The whole block i
 from __future__ import annotations
 
 import sys
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -36,18 +40,21 @@ from _harness import (
     tried,
     write,
 )
+from te_fast import dispatch
 from te_fast.common.recipe import Float8BlockScaling
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 COUNTS = (8, 64, 256)
 ROWS_OF_EXPERT = 16
 BAR_US = 120.0
 
 
-def layer_of(library: Any, experts: int, arguments: argparse.Namespace, **more: Any) -> Any:
+def layer_of(
+    library: Any, experts: int, arguments: argparse.Namespace, *, dummies: bool = False, **more: Any
+) -> Any:
     """Make a grouped layer without biases; the stack of `main_grad`s lies in order."""
     size = arguments.features
     layer = library.GroupedLinear(
@@ -62,7 +69,10 @@ def layer_of(library: Any, experts: int, arguments: argparse.Namespace, **more: 
     if more.get("fuse_wgrad_accumulation"):
         stack = torch.zeros(experts, size, size, device=arguments.device)
         for number, buffer in enumerate(stack):
-            getattr(layer, f"weight{number}").main_grad = buffer
+            weight = getattr(layer, f"weight{number}")
+            weight.main_grad = buffer
+            if dummies:
+                weight.grad_added_to_main_grad = False
     return layer
 
 
@@ -84,6 +94,50 @@ def step_of(
     return step
 
 
+class Alone(torch.autograd.Function):
+    """A step of the least that autograd does for so many parameters. Its gradients are `pieces` of one tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, pieces: int, *weights: torch.Tensor) -> torch.Tensor:
+        """Return a new tensor."""
+        ctx.pieces, ctx.like, ctx.missing = pieces, weights[0], [None] * (len(weights) - pieces)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        """Return the pieces of a new tensor for the first parameters, and nothing for the others."""
+        rows, cols = ctx.like.shape
+        stack = ctx.like.new_empty(ctx.pieces * rows, cols) if ctx.pieces else None
+        pieces = [] if stack is None else stack.unsafe_split_with_sizes([rows] * ctx.pieces)
+        return grads[0], None, *pieces, *ctx.missing
+
+
+def step_alone(experts: int, arguments: argparse.Namespace, *, pieces: int) -> Callable[[], None]:
+    """Forward and backward of such a function on the parameters of a layer."""
+    weights = list(layer_of(te, experts, arguments).parameters())
+    x = torch.ones_like(weights[0]).requires_grad_()
+    gradient, parameters = torch.ones_like(x), [x, *weights]
+
+    def step() -> None:
+        y: Any = Alone.apply(x, pieces, *weights)
+        y.backward(gradient)
+        for parameter in parameters:
+            parameter.grad = None
+
+    return step
+
+
+@contextmanager
+def without_kernels(arguments: argparse.Namespace) -> Iterator[None]:
+    """Run a region in which the CPU launches nothing."""
+    with te.autocast(recipe=Float8BlockScaling()):
+        if arguments.device.type == "cuda":
+            yield
+            return
+        with dispatch.record(execute=False):
+            yield
+
+
 def host_times(
     arguments: argparse.Namespace, failures: dict[str, str]
 ) -> dict[str, dict[str, Timing]]:
@@ -91,6 +145,7 @@ def host_times(
     kinds: dict[str, dict[str, Any]] = {
         "one stack": {"single_grouped_weight": True},
         "main_grad": {"fuse_wgrad_accumulation": True},
+        "main_grad, dummies": {"fuse_wgrad_accumulation": True, "dummies": True},
         "parameters": {},
     }
     others = peer() if arguments.device.type == "cuda" else None
@@ -103,9 +158,11 @@ def host_times(
         for kind, more in kinds.items():
             layer = layer_of(te, experts, arguments, **more)
             bodies[kind] = step_of(layer, counts, arguments, rows)
-            regions[kind] = lambda: te.autocast(recipe=Float8BlockScaling())
-        bodies["block"] = step_of_block(experts, arguments)
-        regions["block"] = lambda: te.autocast(recipe=Float8BlockScaling())
+        bodies["autograd alone"] = step_alone(experts, arguments, pieces=experts)
+        bodies["autograd, no gradients"] = step_alone(experts, arguments, pieces=0)
+        bodies["block"] = step_of_block(experts, arguments, single=True)
+        bodies["block, parameters"] = step_of_block(experts, arguments, single=False)
+        regions |= dict.fromkeys(bodies, partial(without_kernels, arguments))
         if others is not None:
             name, recipe = "Transformer Engine", others.recipe.Float8BlockScaling()
             regions[name] = partial(others.pytorch.autocast, enabled=True, recipe=recipe)
@@ -128,14 +185,16 @@ def host_times(
     return result
 
 
-def step_of_block(experts: int, arguments: argparse.Namespace) -> Callable[[], None]:
+def step_of_block(
+    experts: int, arguments: argparse.Namespace, *, single: bool
+) -> Callable[[], None]:
     """Forward and backward of a whole block."""
     size, dtype = arguments.features, DTYPES[arguments.dtype]
     block = te.MoE(
         *(size, size, experts, 8),
         device=arguments.device,
         dtype=dtype,
-        single_grouped_weight=True,
+        single_grouped_weight=single,
     )
     rows = experts * ROWS_OF_EXPERT // 8
     x = torch.randn(rows, size, dtype=dtype, device=arguments.device, requires_grad=True)

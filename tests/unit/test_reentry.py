@@ -61,6 +61,21 @@ def steps(layers: list[torch.nn.Module], rows: int) -> None:
                 layer.backward_dw()
 
 
+def steps_of_experts(layer: te.GroupedLinear, rows: int) -> None:
+    for recipe in (DelayedScaling(), Float8CurrentScaling(), None):
+        x = torch.randn(rows, 32, requires_grad=True)
+        with te.autocast(enabled=recipe is not None, recipe=recipe):
+            layer(x, [rows - 4, 1, 0, 3]).sum().backward()
+
+
+def experts_with_main_grad() -> te.GroupedLinear:
+    layer = te.GroupedLinear(4, 32, 32, fuse_wgrad_accumulation=True, **CPU)
+    for number, buffer in enumerate(torch.zeros(4, 32, 32)):
+        weight = getattr(layer, f"weight{number}")
+        weight.main_grad, weight.grad_added_to_main_grad = buffer, False
+    return layer
+
+
 def run() -> None:
     torch.manual_seed(0)
     layers = [
@@ -70,13 +85,16 @@ def run() -> None:
         te.Linear(32, 32, delay_wgrad_compute=True, **CPU),
     ]
     layers[2].weight.main_grad = torch.zeros(32, 32)
-    programs = [layer.__dict__["_program"] for layer in layers]
+    experts = [te.GroupedLinear(4, 32, 32, **CPU), experts_with_main_grad()]
+    programs = [layer.__dict__["_program"] for layer in [*layers, *experts]]
     x, w = torch.randn(16, 32), torch.randn(8, 32)
     product = torch.empty(16, 8)
     with warnings.catch_warnings(), at_every_collection(programs) as failures:
         warnings.simplefilter("ignore")  # the recipe changes
         for rows in range(8, 64, 8):
             steps(layers, rows)
+            for layer in experts:
+                steps_of_experts(layer, rows)
         with dispatch.record() as launches:
             layers[1](x)
         q, other = (dispatch.quantize(tensor, Float8CurrentScaling()) for tensor in (x, w))

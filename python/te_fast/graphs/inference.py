@@ -43,6 +43,9 @@ class Recorder:
         """Note a linear op; its weight counts as one tensor, even if it consists of parts."""
         self.ops.append(["linear", label, *sizes[:2]])
 
+    def fuse_parts(self) -> None:
+        """Note nothing, since inference has no gradients."""
+
     def bias(self, label: str, _of: Any, _name: str, size: int, _parts: Any = ()) -> None:
         """Note a bias."""
         self.ops.append(["bias", label, size])

@@ -64,6 +64,7 @@ class GroupedLinear(PartedLayer):
         Noted where ``tp_size`` is larger than 1; the layer does no communication.
     fuse_wgrad_accumulation : bool, default = False
         Add the weights' gradients to their ``main_grad``; the product itself adds if these are adjacent in memory.
+        See Notes.
     tp_group : ProcessGroup, optional
         Noted; the layer does no communication.
     tp_size : int, default = 1
@@ -120,6 +121,14 @@ class GroupedLinear(PartedLayer):
     --------
     te_fast.pytorch.moe_permute_and_pad_with_probs : rows in the order of experts.
     te_fast.pytorch.ops.GroupedLinear : the same as a fusible operation.
+
+    Notes
+    -----
+    Gradients that go into ``main_grad`` do not pass through torch's autograd. If no weight has a hook before
+    the forward, the first trained weight stands for all in torch's graph. Hooks that come later are then not
+    called for the others, and ``inputs`` of ``backward`` has to contain the first. Hooks are those of a weight,
+    and those of its node (``AccumulateGrad``), which data parallelism has. A weight with
+    ``grad_added_to_main_grad`` counts as one with hooks.
 
     Examples
     --------
@@ -240,7 +249,8 @@ class GroupedLinear(PartedLayer):
         slots = self._FORWARD_SLOTS, self._BACKWARD_SLOTS
         names = self.weight_names
         program.grouped_linear("linear", handle, self._parameters, names, count, *sizes, slots)
-        program.fuses_parts = self.fuse_wgrad_accumulation and self._has_parts()
+        if self.fuse_wgrad_accumulation and self._has_parts():
+            program.fuse_parts()
         if self.apply_bias:
             names = self.bias_names
             program.grouped_bias("bias", self._parameters, names, count, self.out_features)

@@ -95,7 +95,8 @@ class SplitLinear(PartedLayer):
         weights, biases = ([], []) if self._parts is None else (self.weight_names, self.bias_names)
         handle = self._handles["weight"]
         program.linear("linear", handle, self._parameters, "weight", *sizes, weights)
-        program.fuses_parts = self.fuse_wgrad_accumulation and self._parts is not None
+        if self.fuse_wgrad_accumulation and self._parts is not None:
+            program.fuse_parts()
         if biased:
             program.bias("bias", self._parameters, "bias", self.out_features, biases)
 

@@ -58,7 +58,7 @@ class GroupedLinear(ExtraTensorOperation, WeightedOperation):
     rng_state_tracker_function : Callable, optional
         Gives the random number generator's tracker that initialisation forks.
     accumulate_into_main_grad : bool, default = False
-        Add the weights' gradients to their ``main_grad``.
+        Add the weights' gradients to their ``main_grad``, as :class:`te_fast.pytorch.GroupedLinear` does.
     single_grouped_weight, single_grouped_bias : bool, default = False
         One parameter for all experts.
     delay_wgrad_compute : bool, default = False
@@ -261,9 +261,8 @@ class GroupedLinear(ExtraTensorOperation, WeightedOperation):
         count, sizes = self.num_groups, (self.in_features, self.out_features)
         names = self._weight_names
         program.grouped_linear(label, self._handle, self._parameters, names, count, *sizes, _SLOTS)
-        program.fuses_parts = program.fuses_parts or (
-            self._accumulate_into_main_grad and not self.single_grouped_weight
-        )
+        if self._accumulate_into_main_grad and not self.single_grouped_weight:
+            program.fuse_parts()
         if self.use_bias and not self.scale_bias:
             names = self._bias_names
             program.grouped_bias(label, self._parameters, names, count, self.out_features)

@@ -11,7 +11,7 @@ use te_fast_core::ops::rope::{Turn, rotate as rotate_heads};
 use crate::direct::call::DirectCall;
 use crate::error::IntoPython;
 use crate::torch::operand::contiguous_copy;
-use crate::torch::process::{State, state};
+use crate::torch::process::{State, Torch, state};
 use crate::torch::reader::view_of;
 
 /// One tensor of heads: input, output, cosines and sines.
@@ -116,7 +116,7 @@ pub(crate) fn split_rotated<'py>(
     let (views, offsets) = (after.views(&own).python()?, after.offsets());
     let result = |at: usize| {
         let part = ordered(&views[at], order)?;
-        state.torch.strided_in_storage_of(&memory, part.shape(), part.strides(), offsets[at])
+        state.torch.alias(&Torch::to_alias(&memory, part.shape(), part.strides(), offsets[at])?)
     };
     Ok((result(0)?, result(1)?, result(2)?))
 }

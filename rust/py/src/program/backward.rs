@@ -20,10 +20,10 @@ use crate::program::buffers::Buffers;
 use crate::program::check::check_grad;
 use crate::program::forward::{CallWeights, Output, viewed};
 use crate::program::handle::{ProgramHandle, PyProgram, Shapes, Tuples};
-use crate::program::main_grad::{MainGrad, after_main_grad, main_grad, main_grads_dtype, stacked_main_grad};
+use crate::program::main_grad::{MainGrad, MainGrads, after_main_grad, main_grad};
 use crate::program::part_grads::of_parts;
 use crate::program::parts::Joined;
-use crate::program::tensors::{Flags, Objects, Optional};
+use crate::program::tensors::{Objects, Optional};
 use crate::program::weight::{WaitingGrad, WaitingOperands, WaitingRows};
 use crate::program::weight_memory::weight_buffer;
 use crate::tensor::given::{GivenWeight, dequantized, given, nominal_view};
@@ -149,10 +149,13 @@ type ParamGrads<'py> = SmallVec<[ParamGrad<'py>; 6]>;
 pub(crate) struct Grads<'py> {
     pub(crate) input: Option<Bound<'py, PyAny>>,
     pub(crate) params: Optional<'py>,
-    /// Parameters whose gradients have gone into the `main_grad`s of their parts.
-    pub(crate) in_parts: SmallVec<[usize; 2]>,
+    /// The `main_grad`s of parts, by parameter.
+    pub(crate) fused: FusedParts<'py>,
     pub(crate) extras: Optional<'py>,
 }
+
+/// The `main_grad`s of parts, by parameter.
+pub(crate) type FusedParts<'py> = SmallVec<[(usize, MainGrads<'py>); 2]>;
 
 /// `apply` of the autograd node: gradients of (input, parameters..., extra inputs..., program, owner,
 /// `is_first_microbatch`, version).
@@ -176,11 +179,9 @@ pub(crate) fn program_backward<'py>(
     let grads = run(state, kept, &tensors, &grads.iter().collect::<Objects<'_>>(), Vec::new())?;
     let params = match &kept.joined {
         Some(joined) => {
-            let wanted = ctx.getattr(intern!(py, "needs_input_grad"))?.cast_into::<PyTuple>()?;
-            let of_parts_alone = wanted.iter().skip(1).take(joined.get().parts().len());
-            let wanted = of_parts_alone.map(|wanted| wanted.is_truthy()).collect::<PyResult<Flags>>()?;
-            let parts = (kept.handle.bind(py), joined.get());
-            of_parts(parts, (grads.params, &grads.in_parts), &wanted, kept.overwrite_main_grad)?
+            let (given, overwrite) = ((grads.params, &grads.fused), kept.overwrite_main_grad);
+            of_parts((state, py), joined.get(), given, overwrite)
+                .map_err(|failure| failure.named(kept.name(py).as_deref()))?
         }
         None => grads.params,
     };
@@ -295,7 +296,7 @@ impl<'py> BackwardCall<'_, 'py> {
         let activation = DType::from(key.activation);
         let input = self.grad_input(py, program)?;
         let extras = self.extra_grads(py)?;
-        let targets = self.param_grads(py, place)?;
+        let (targets, fused) = self.param_grads(py, place)?;
         self.launch(place, &grads, input.as_ref(), &extras, &targets)?;
         let alias = |place: Port| -> Option<Bound<'py, PyAny>> {
             match place {
@@ -323,8 +324,8 @@ impl<'py> BackwardCall<'_, 'py> {
                 .zip(&kept.extra_shapes)
                 .map(|(&place, shape)| alias(place).map(|grad| shaped(state, grad, shape)).transpose())
                 .collect::<Result<_, _>>()?,
-            in_parts: (0..targets.len()).filter(|&param| matches!(targets[param], ParamGrad::Parts(_))).collect(),
             params: self.finish(py, targets)?,
+            fused,
         })
     }
 
@@ -478,11 +479,12 @@ impl<'py> BackwardCall<'_, 'py> {
         Ok(list)
     }
 
-    fn param_grads(&self, py: Python<'py>, place: Place) -> Result<ParamGrads<'py>, Failure> {
+    /// The destinations of the parameters' gradients, and the `main_grad`s of parts.
+    fn param_grads(&self, py: Python<'py>, place: Place) -> Result<(ParamGrads<'py>, FusedParts<'py>), Failure> {
         let (kept, state) = (self.kept, self.state);
         let program = &kept.compiled.program;
         let mut number = 0;
-        let mut list = ParamGrads::new();
+        let (mut list, mut fused) = (ParamGrads::new(), FusedParts::new());
         for (param, &(_, wanted)) in program.key().params.iter().enumerate() {
             let next = ProgramHandle::linear_at(kept.handle.bind(py), number)?;
             let linear = next.filter(|(_, of)| *of == param).map(|(weight, _)| (number, weight));
@@ -506,13 +508,14 @@ impl<'py> BackwardCall<'_, 'py> {
                     list.push(ParamGrad::Main(grad));
                     continue;
                 }
-                if let Some(parts) = self.fused_parts(py, param)? {
-                    if let Some(stack) = stacked_main_grad(state, &parts, kept.overwrite_main_grad)? {
-                        list.push(ParamGrad::Parts(stack));
-                        continue;
-                    }
-                    if let Some(apart) = self.grad_of_parts(place, param, &parts)? {
-                        list.push(ParamGrad::Apart(apart));
+                if let Some(mut grads) = self.main_grads(py, place, param)? {
+                    let target = match grads.take_whole() {
+                        Some(whole) => Some(ParamGrad::Parts(whole)),
+                        None => self.grad_of_parts(place, param, grads.dtype())?.map(ParamGrad::Apart),
+                    };
+                    fused.push((param, grads));
+                    if let Some(target) = target {
+                        list.push(target);
                         continue;
                     }
                 }
@@ -522,33 +525,30 @@ impl<'py> BackwardCall<'_, 'py> {
             let grad = state.empty(py, place.device, tuples.size.bind(py), tuples.stride.bind(py), dtype)?;
             list.push(ParamGrad::New(grad));
         }
-        Ok(list)
+        Ok((list, fused))
     }
 
-    /// The parts of a weight whose gradients go into their `main_grad`s.
-    fn fused_parts(&self, py: Python<'py>, param: usize) -> Result<Option<Objects<'py>>, Failure> {
+    /// The `main_grad`s of the parts of a weight, if its gradient goes there.
+    fn main_grads(&self, py: Python<'py>, place: Place, param: usize) -> Result<Option<MainGrads<'py>>, Failure> {
         let kept = self.kept;
         let Some(joined) = &kept.joined else { return Ok(None) };
-        if !kept.handle.bind(py).try_borrow()?.fuses_parts {
+        let Some((share, parts, trained)) = joined.get().shares().nth(param).filter(|(share, ..)| share.fuses()) else {
             return Ok(None);
-        }
-        let Some((share, parts)) = joined.get().shares().nth(param) else { return Ok(None) };
-        let fuses = share.is_split && share.is_weight;
-        Ok(fuses.then(|| parts.iter().map(|part| part.bind(py).clone()).collect()))
+        };
+        let sizes = (share.rows.as_slice(), kept.compiled.params[param].shape.as_slice(), place.device);
+        MainGrads::of(self.state, (parts, trained), sizes, (py, kept.overwrite_main_grad)).map(Some)
     }
 
-    /// Memory for the gradient of parts in the type of their `main_grad`s, if it differs from the weight's type.
+    /// Memory for the gradient of parts in the one type of their `main_grad`s, if it differs from the weight's type.
     fn grad_of_parts(
         &self,
         place: Place,
         param: usize,
-        parts: &[Bound<'py, PyAny>],
+        dtype: Option<DType>,
     ) -> Result<Option<MainGrad<'py>>, Failure> {
         let (state, py) = (self.state, self.tensors.py());
-        let Some(dtype) = main_grads_dtype(state, parts)? else { return Ok(None) };
-        if dtype == self.kept.compiled.program.grad_dtype(param).into() {
-            return Ok(None);
-        }
+        let own = DType::from(self.kept.compiled.program.grad_dtype(param));
+        let Some(dtype) = dtype.filter(|&dtype| dtype != own) else { return Ok(None) };
         let tuples = &self.kept.compiled.params[param];
         let grad = state.empty(py, place.device, tuples.size.bind(py), tuples.stride.bind(py), dtype)?;
         let address = state.pointer(Some(&grad))?.address();
@@ -690,7 +690,7 @@ impl<'py> BackwardCall<'_, 'py> {
                 ParamGrad::None | ParamGrad::Parts(_) => None,
                 ParamGrad::New(grad) => Some(grad),
                 ParamGrad::Apart(main) => Some(main.grad),
-                ParamGrad::Main(_) => after_main_grad(kept.params[param].bind(py))?,
+                ParamGrad::Main(_) => after_main_grad(self.state, kept.params[param].bind(py))?,
                 ParamGrad::Waiting(grad) => {
                     let handle = kept.handle.bind(py).try_borrow()?;
                     let linear = handle.chain.linear_params().iter().position(|&of| of == param).unwrap_or(0);
@@ -704,7 +704,7 @@ impl<'py> BackwardCall<'_, 'py> {
                     weight.waiting.push_back(waiting);
                     let fuses = weight.fuse_wgrad_accumulation;
                     drop(weight);
-                    if fuses { after_main_grad(kept.params[param].bind(py))? } else { None }
+                    if fuses { after_main_grad(self.state, kept.params[param].bind(py))? } else { None }
                 }
             });
         }

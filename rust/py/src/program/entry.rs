@@ -162,7 +162,7 @@ pub(crate) fn apply<'py>(mut call: Call<'_, 'py>, tensors: &Tensors<'_>) -> PyRe
             let mut arguments: SmallVec<[Bound<'py, PyAny>; 12]> = SmallVec::new();
             arguments.push(x.clone());
             match &call.joined {
-                Some(joined) => arguments.extend(joined.get().parts().iter().map(|part| part.bind(py).clone())),
+                Some(joined) => arguments.extend(joined.get().edges().map(|part| part.bind(py).clone())),
                 None => arguments.extend(params.iter().cloned()),
             }
             arguments.extend(extras.iter().cloned());
@@ -282,12 +282,17 @@ pub(crate) fn program_autograd_forward<'py>(
     let buffers = arguments.get_item(count - 1)?.cast_into::<Buffers>().ok();
     let joined = last.cast::<Joined>().ok().cloned();
     let version = if joined.is_some() { None } else { last.extract()? };
-    let tensors: Objects<'py> = arguments.iter().take(count - OTHERS).collect();
-    let params = program.try_borrow()?.chain.params();
-    let (x, rest) = (&tensors[0], &tensors[1..]);
-    let (params, extras) = rest.split_at(joined.as_ref().map_or(params, |joined| joined.get().parts().len()));
-    let wholes = joined.as_ref().map(|joined| joined.get().wholes(py));
-    let params = wholes.as_deref().unwrap_or(params);
+    let x = &arguments.get_item(0)?;
+    let given = match &joined {
+        Some(joined) => joined.get().edge_count(),
+        None => program.try_borrow()?.chain.params(),
+    };
+    let params: Objects<'py> = match &joined {
+        Some(joined) => joined.get().wholes(py),
+        None => arguments.iter().skip(1).take(given).collect(),
+    };
+    let extras: Objects<'py> = arguments.iter().take(count - OTHERS).skip(1 + given).collect();
+    let (extras, params) = (extras.as_slice(), params.as_slice());
     let mut call = Call::new(state, (&program, &owner), x, (extras, params), (microbatch, version))
         .of_parts(joined)
         .into_buffers(buffers)

@@ -29,6 +29,8 @@ pub(crate) struct Parameter {
     pub(crate) name: Py<PyString>,
     /// Names of its parts along dimension 0; empty for a parameter in one piece.
     pub(crate) parts: Vec<Py<PyString>>,
+    /// Whether the gradients of its parts go into their `main_grad`.
+    pub(crate) fuses: bool,
 }
 
 impl Parameter {
@@ -153,9 +155,6 @@ pub(crate) struct ProgramHandle {
     /// Whether calls of the layer that need no Python go straight to the program.
     #[pyo3(get, set)]
     pub(crate) is_direct: bool,
-    /// Gradients of a weight's parts go into their `main_grad`.
-    #[pyo3(get, set)]
-    pub(crate) fuses_parts: bool,
     /// A bias that the layer returns beside its result.
     returned_bias: Option<Parameter>,
     /// Region of the last forward, if it was in FP8, for a recomputation during backward.
@@ -173,7 +172,7 @@ impl ProgramHandle {
     fn parameter(&mut self, parameters: &Bound<'_, PyDict>, name: &str, parts: &[String]) {
         let interned = |name: &str| PyString::intern(parameters.py(), name).unbind();
         let (name, parts) = (interned(name), parts.iter().map(|part| interned(part)).collect());
-        self.params.push(Parameter { parameters: parameters.clone().unbind(), name, parts });
+        self.params.push(Parameter { parameters: parameters.clone().unbind(), name, parts, fuses: false });
     }
 
     /// A stack of parameters, by the names of its parts; a single name is the stack's own, unless it ends in a number.
@@ -272,7 +271,6 @@ impl ProgramHandle {
             weights: Vec::new(),
             outside_fp8,
             is_direct: false,
-            fuses_parts: false,
             returned_bias: None,
             last_region: None,
             first_module: None,
@@ -285,7 +283,8 @@ impl ProgramHandle {
     /// Lets calls of the layer return the bias of this name beside the result, in the result's type.
     fn return_bias(&mut self, parameters: &Bound<'_, PyDict>, name: &str) {
         let name = PyString::intern(parameters.py(), name).unbind();
-        self.returned_bias = Some(Parameter { parameters: parameters.clone().unbind(), name, parts: Vec::new() });
+        self.returned_bias =
+            Some(Parameter { parameters: parameters.clone().unbind(), name, parts: Vec::new(), fuses: false });
     }
 
     #[expect(clippy::needless_pass_by_value, reason = "what PyO3 calls with")]
@@ -318,6 +317,15 @@ impl ProgramHandle {
         self.chain.push(label, Op::Linear { inputs: in_features, outputs: out_features, groups: None });
         self.parameter(parameters, weight, &parts);
         self.weights.push(handle.clone().unbind());
+    }
+
+    /// Lets the gradients of the parts of the last linear op's weight go into their `main_grad`.
+    fn fuse_parts(&mut self) {
+        if let Some(&weight) = self.chain.linear_params().last()
+            && let Some(weight) = self.params.get_mut(weight)
+        {
+            weight.fuses = true;
+        }
     }
 
     /// Appends `x + b`, of a bias that may consist of `parts`.

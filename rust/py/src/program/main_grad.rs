@@ -2,16 +2,16 @@
 
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::PyString;
+use pyo3::types::{PyDict, PyString, PyTuple};
+use smallvec::SmallVec;
 use te_fast_core::Error;
 use te_fast_core::base::dtype::{DType, Device};
 use te_fast_core::base::tensor::TensorView;
 
-use crate::error::Failure;
+use crate::error::{Failure, IntoPython};
 use crate::hooks::hooks;
-use crate::program::tensors::{Optional, requires_grad};
 use crate::tensor::given::weight_view;
-use crate::torch::process::{State, state};
+use crate::torch::process::{State, Torch, contiguous_strides};
 use crate::torch::reader::{instance_dict, view_of};
 
 const OP: &str = "linear";
@@ -31,17 +31,9 @@ pub(crate) fn main_grad<'py>(
     weight: &Bound<'py, PyAny>,
     overwrite: bool,
 ) -> Result<MainGrad<'py>, Failure> {
-    let grad = buffer(weight)?;
-    let overwrites = overwrite || has_overwrite(weight)?;
-    checked(state, weight, grad, overwrites)
-}
-
-fn checked<'py>(
-    state: &State,
-    weight: &Bound<'py, PyAny>,
-    grad: Bound<'py, PyAny>,
-    overwrites: bool,
-) -> Result<MainGrad<'py>, Failure> {
+    let attributes = Attributes::of(state, weight)?;
+    let grad = attributes.buffer()?;
+    let overwrites = overwrite || attributes.overwrites()?;
     let view = view_of(&state.reader, &grad, "main_grad")?;
     let w = weight_view(state, weight)?;
     check_main_grad(&view, w.shape(), w.device())?;
@@ -49,51 +41,90 @@ fn checked<'py>(
     Ok(MainGrad { grad, dtype, address, accumulate: !overwrites })
 }
 
-/// The `main_grad`s of the parts of a stack as one tensor, if all parts are trained and their `main_grad`s are adjacent
-/// and take the gradient in the same way.
-pub(crate) fn stacked_main_grad<'py>(
-    state: &State,
-    parts: &[Bound<'py, PyAny>],
-    overwrite: bool,
-) -> Result<Option<MainGrad<'py>>, Failure> {
-    let mut stack: Option<(MainGrad<'py>, usize)> = None;
-    for part in parts {
-        if !requires_grad(part)? {
-            return Ok(None);
-        }
-        let main = main_grad(state, part, overwrite)?;
-        let bytes = view_of(&state.reader, &main.grad, "main_grad")?.numel() * main.dtype.size();
-        match &mut stack {
-            None => {
-                let end = main.address + bytes;
-                stack = Some((main, end));
-            }
-            Some((first, end)) => {
-                let alike = (main.dtype, main.accumulate) == (first.dtype, first.accumulate);
-                if !alike || main.address != *end {
-                    return Ok(None);
-                }
-                *end += bytes;
-            }
-        }
-    }
-    Ok(stack.map(|(first, _)| first))
+/// The `main_grad` of a stack's part.
+struct PartGrad<'py> {
+    grad: Bound<'py, PyAny>,
+    accumulate: bool,
+    /// Whether the part is told that its gradient has been added.
+    is_told: bool,
 }
 
-/// The type of the `main_grad`s of a stack's trained parts, if they share one.
-pub(crate) fn main_grads_dtype(state: &State, parts: &[Bound<'_, PyAny>]) -> Result<Option<DType>, Failure> {
-    let mut found = None;
-    for part in parts {
-        if !requires_grad(part)? {
-            continue;
+/// The `main_grad`s of the trained parts of a stack, in order.
+pub(crate) struct MainGrads<'py> {
+    list: SmallVec<[PartGrad<'py>; 8]>,
+    /// Their type, if they share one.
+    dtype: Option<DType>,
+    /// All as one, if every part is trained, and if they are adjacent and take the gradient in the same way.
+    whole: Option<MainGrad<'py>>,
+}
+
+impl<'py> MainGrads<'py> {
+    /// Those of `parts`, which have so many `rows` of a stack of this `shape`.
+    pub(crate) fn of(
+        state: &State,
+        (parts, trained): (&[Py<PyAny>], &[bool]),
+        (rows, shape, device): (&[i64], &[i64], Device),
+        (py, overwrite): (Python<'py>, bool),
+    ) -> Result<Self, Failure> {
+        let mut shape: SmallVec<[i64; 4]> = shape.into();
+        let mut list: SmallVec<[PartGrad<'py>; 8]> = SmallVec::with_capacity(parts.len());
+        let mut whole: Option<MainGrad<'py>> = None;
+        let (mut end, mut dtype, mut is_one) = (0, None, !trained.contains(&false));
+        for ((part, &rows), _) in parts.iter().zip(rows).zip(trained).filter(|(_, trained)| **trained) {
+            let attributes = Attributes::of(state, part.bind(py))?;
+            let grad = attributes.buffer()?;
+            let accumulate = !(overwrite || attributes.overwrites()?);
+            let is_told = attributes.get(intern!(py, "grad_added_to_main_grad"))?.is_some();
+            if let Some(own) = shape.first_mut() {
+                *own = rows;
+            }
+            let view = view_of(&state.reader, &grad, "main_grad")?;
+            check_main_grad(&view, &shape, device)?;
+            let (own, address, bytes) = (view.dtype(), view.data().address(), view.numel() * view.dtype().size());
+            if let Some(first) = &whole {
+                is_one &= address == end && (own, accumulate) == (first.dtype, first.accumulate);
+                dtype = dtype.filter(|&dtype| dtype == own);
+            } else {
+                whole = Some(MainGrad { grad: grad.clone(), dtype: own, address, accumulate });
+                dtype = Some(own);
+            }
+            end = address + bytes;
+            list.push(PartGrad { grad, accumulate, is_told });
         }
-        let dtype = main_grad(state, part, false)?.dtype;
-        if found.is_some_and(|other| other != dtype) {
-            return Ok(None);
-        }
-        found = Some(dtype);
+        Ok(Self { list, dtype, whole: whole.filter(|_| is_one) })
     }
-    Ok(found)
+
+    /// All as one, if the product can add to them.
+    pub(crate) fn take_whole(&mut self) -> Option<MainGrad<'py>> {
+        self.whole.take()
+    }
+
+    /// Their type, if they share one.
+    pub(crate) const fn dtype(&self) -> Option<DType> {
+        self.dtype
+    }
+
+    /// Gives each its gradient, by one call of torch for all that add and one for all that overwrite.
+    pub(crate) fn give(&self, py: Python<'py>, grads: impl Iterator<Item = Bound<'py, PyAny>>) -> PyResult<()> {
+        let (mut set, mut added) = ((Vec::new(), Vec::new()), (Vec::new(), Vec::new()));
+        for (part, grad) in self.list.iter().zip(grads) {
+            let (buffers, grads) = if part.accumulate { &mut added } else { &mut set };
+            buffers.push(part.grad.clone());
+            grads.push(grad);
+        }
+        let torch = py.import(intern!(py, "torch"))?;
+        for (function, (buffers, grads)) in [("_foreach_copy_", set), ("_foreach_add_", added)] {
+            if !buffers.is_empty() {
+                torch.call_method1(function, (buffers, grads))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// For each, whether its part is told.
+    pub(crate) fn told(&self) -> impl Iterator<Item = bool> {
+        self.list.iter().map(|part| part.is_told)
+    }
 }
 
 /// Refuses a buffer that cannot take the gradient of a weight of this shape.
@@ -106,68 +137,97 @@ pub(crate) fn check_main_grad(view: &TensorView<'_>, shape: &[i64], device: Devi
     Err(Error::shape(OP, "main_grad", expected, got))
 }
 
-/// The `main_grad` of a weight as it is.
-fn buffer<'py>(weight: &Bound<'py, PyAny>) -> Result<Bound<'py, PyAny>, Failure> {
-    if attribute(weight, intern!(weight.py(), "__fsdp_param__"))?.is_some() {
-        return Ok(weight.call_method0("get_main_grad")?);
-    }
-    match attribute(weight, intern!(weight.py(), "main_grad"))? {
-        Some(grad) if !grad.is_none() => Ok(grad),
-        _ => Err(Error::state(OP, "fuse_wgrad_accumulation=True needs weight.main_grad; set it before backward, or construct the layer without").into()),
-    }
+/// The attributes that users have set on a parameter. The look-up in the dict avoids an exception for a missing one.
+enum Attributes<'a, 'py> {
+    Plain(&'a Bound<'py, PyAny>, Bound<'py, PyDict>),
+    Other(&'a Bound<'py, PyAny>),
 }
 
-/// An attribute that users may set on a parameter; the look-up in the dict avoids an exception for a missing one.
-fn attribute<'py>(weight: &Bound<'py, PyAny>, name: &Bound<'py, PyString>) -> PyResult<Option<Bound<'py, PyAny>>> {
-    if state(weight.py())?.torch.is_plain(weight) {
-        return instance_dict(weight)?.get_item(name);
+impl<'a, 'py> Attributes<'a, 'py> {
+    #[inline]
+    fn of(state: &State, weight: &'a Bound<'py, PyAny>) -> PyResult<Self> {
+        Ok(if state.torch.is_plain(weight) { Self::Plain(weight, instance_dict(weight)?) } else { Self::Other(weight) })
     }
-    weight.getattr_opt(name)
-}
 
-fn has_overwrite(weight: &Bound<'_, PyAny>) -> PyResult<bool> {
-    attribute(weight, intern!(weight.py(), "overwrite_main_grad"))?.map_or(Ok(false), |value| value.is_truthy())
-}
-
-/// Adds computed gradients to the `main_grad`s of several weights at once; returns autograd's gradient for each.
-pub(crate) fn give_all<'py>(
-    weights: &[Bound<'py, PyAny>],
-    grads: Vec<Bound<'py, PyAny>>,
-    overwrite: bool,
-) -> Result<Optional<'py>, Failure> {
-    let Some(py) = weights.first().map(Bound::py) else { return Ok(Optional::new()) };
-    let (mut set, mut added) = ((Vec::new(), Vec::new()), (Vec::new(), Vec::new()));
-    for (weight, grad) in weights.iter().zip(grads) {
-        let list = if overwrite || has_overwrite(weight)? { &mut set } else { &mut added };
-        list.0.push(buffer(weight)?);
-        list.1.push(grad);
-    }
-    let torch = py.import(intern!(py, "torch"))?;
-    for (function, (main, grads)) in [("_foreach_copy_", set), ("_foreach_add_", added)] {
-        if !main.is_empty() {
-            torch.call_method1(function, (main, grads))?;
+    #[inline]
+    fn get(&self, name: &Bound<'py, PyString>) -> PyResult<Option<Bound<'py, PyAny>>> {
+        match self {
+            Self::Plain(_, attributes) => attributes.get_item(name),
+            Self::Other(weight) => weight.getattr_opt(name),
         }
     }
-    weights.iter().map(|weight| Ok(after_main_grad(weight)?)).collect()
+
+    /// The `main_grad` as it is.
+    fn buffer(&self) -> Result<Bound<'py, PyAny>, Failure> {
+        let (Self::Plain(weight, _) | Self::Other(weight)) = self;
+        if self.get(intern!(weight.py(), "__fsdp_param__"))?.is_some() {
+            return Ok(weight.call_method0("get_main_grad")?);
+        }
+        match self.get(intern!(weight.py(), "main_grad"))? {
+            Some(grad) if !grad.is_none() => Ok(grad),
+            _ => Err(Error::state(OP, "fuse_wgrad_accumulation=True needs weight.main_grad; set it before backward, or construct the layer without").into()),
+        }
+    }
+
+    fn overwrites(&self) -> PyResult<bool> {
+        let (Self::Plain(weight, _) | Self::Other(weight)) = self;
+        self.get(intern!(weight.py(), "overwrite_main_grad"))?.map_or(Ok(false), |value| value.is_truthy())
+    }
 }
 
-/// The same for a gradient that `backward_dw` adds later.
+/// Whether a parameter with these attributes gets a dummy gradient, or asks for its `main_grad` by a function of its own, as those
+/// do whose hooks reduce `main_grad`.
+pub(crate) fn expects_dummy(attributes: &Bound<'_, PyDict>) -> PyResult<bool> {
+    let py = attributes.py();
+    Ok(attributes.contains(intern!(py, "grad_added_to_main_grad"))?
+        || attributes.contains(intern!(py, "__fsdp_param__"))?)
+}
+
+/// Prepares the `main_grad` of a weight whose gradient `backward_dw` adds later; returns autograd's gradient.
 pub(crate) fn give_later<'py>(
+    state: &State,
     weight: &Bound<'py, PyAny>,
     overwrite: bool,
 ) -> Result<Option<Bound<'py, PyAny>>, Failure> {
     if overwrite {
-        buffer(weight)?.call_method0("zero_")?;
+        Attributes::of(state, weight)?.buffer()?.call_method0("zero_")?;
     }
-    Ok(after_main_grad(weight)?)
+    Ok(after_main_grad(state, weight)?)
 }
 
 /// Transformer Engine's rule: if the parameter has `grad_added_to_main_grad`, the attribute becomes true and autograd
 /// gets a dummy gradient, so that hooks run; otherwise autograd gets none.
-pub(crate) fn after_main_grad<'py>(weight: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyAny>>> {
-    if attribute(weight, intern!(weight.py(), "grad_added_to_main_grad"))?.is_none() {
+pub(crate) fn after_main_grad<'py>(state: &State, weight: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyAny>>> {
+    let py = weight.py();
+    if Attributes::of(state, weight)?.get(intern!(py, "grad_added_to_main_grad"))?.is_none() {
         return Ok(None);
     }
-    weight.setattr(intern!(weight.py(), "grad_added_to_main_grad"), true)?;
-    hooks(weight.py())?.dummy_wgrad.bind(weight.py()).call1((weight,)).map(Some)
+    weight.setattr(intern!(py, "grad_added_to_main_grad"), true)?;
+    hooks(py)?.dummy_wgrad.bind(py).call1((weight,)).map(Some)
+}
+
+/// Tells parts of one stack that their gradients have been added, and makes their dummy gradients. Parts of one size share
+/// the memory of a dummy; each has its own tensor, since autograd copies one that has other owners.
+#[derive(Default)]
+pub(crate) struct Dummies<'py>(Option<(i64, Bound<'py, PyTuple>)>);
+
+impl<'py> Dummies<'py> {
+    /// The dummy gradient of a part with so many rows.
+    pub(crate) fn tell(&mut self, state: &State, part: &Bound<'py, PyAny>, rows: i64) -> PyResult<Bound<'py, PyAny>> {
+        let py = part.py();
+        part.setattr(intern!(py, "grad_added_to_main_grad"), true)?;
+        let zeros = Attributes::of(state, part)?.get(intern!(py, "zero_out_wgrad"))?;
+        let has_zeros = zeros.map_or(Ok(false), |zeros| zeros.is_truthy())?;
+        if let Some((known, alike)) = &self.0
+            && (*known, has_zeros) == (rows, false)
+        {
+            return state.torch.alias(alike);
+        }
+        let dummy = hooks(py)?.dummy_wgrad.bind(py).call1((part,))?;
+        if !has_zeros {
+            let shape = view_of(&state.reader, &dummy, "a dummy gradient").python()?;
+            self.0 = Some((rows, Torch::to_alias(&dummy, shape.shape(), &contiguous_strides(shape.shape()), 0)?));
+        }
+        Ok(dummy)
+    }
 }

@@ -13,6 +13,7 @@ pub(crate) mod main_grad;
 pub(crate) mod member;
 pub(crate) mod module_call;
 pub(crate) mod nothing;
+mod observed;
 pub(crate) mod optimizer_writes;
 pub(crate) mod part_grads;
 pub(crate) mod parts;

@@ -37,7 +37,7 @@ pub(crate) fn program_grads_of_nothing<'py>(
                 weight.waiting.push_back(WaitingGrad { operands: WaitingOperands::NoRows, overwrite_main_grad });
                 let fuses = weight.fuse_wgrad_accumulation;
                 drop(weight);
-                grads.push(if fuses { after_main_grad(&param)? } else { None });
+                grads.push(if fuses { after_main_grad(state, &param)? } else { None });
                 continue;
             }
             if weight.fuse_wgrad_accumulation {
@@ -62,5 +62,5 @@ fn into_main_grad<'py>(
     if !accumulate {
         grad.call_method0("zero_")?;
     }
-    Ok(after_main_grad(weight)?)
+    Ok(after_main_grad(state, weight)?)
 }

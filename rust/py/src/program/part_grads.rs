@@ -3,81 +3,79 @@
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyList;
+use smallvec::SmallVec;
 
 use crate::error::Failure;
-use crate::program::handle::ProgramHandle;
-use crate::program::main_grad::{after_main_grad, give_all, give_later};
+use crate::program::backward::FusedParts;
+use crate::program::main_grad::{Dummies, MainGrads, give_later};
 use crate::program::parts::{Joined, Share};
 use crate::program::tensors::{Objects, Optional};
+use crate::torch::process::State;
 
-/// Autograd's gradients of the `wanted` parts, from `grads` of the parameters. If a part accumulates into its
-/// `main_grad`, `overwrite` tells that this gradient is the first.
+/// Autograd's gradients of the parts that it has got, from `grads` of the parameters. `fused` has the `main_grad`s of parts by
+/// parameter. If `main_grad` takes a gradient later, `overwrite` tells that this gradient is the first.
 pub(crate) fn of_parts<'py>(
-    (handle, joined): (&Bound<'py, ProgramHandle>, &Joined),
-    (grads, in_parts): (Optional<'py>, &[usize]),
-    wanted: &[bool],
+    (state, py): (&State, Python<'py>),
+    joined: &Joined,
+    (grads, fused): (Optional<'py>, &FusedParts<'py>),
     overwrite: bool,
-) -> PyResult<Optional<'py>> {
-    let py = handle.py();
-    let fuses = handle.try_borrow()?.fuses_parts;
-    let mut list = Optional::new();
-    for (param, (grad, (share, parts))) in grads.into_iter().zip(joined.shares()).enumerate() {
-        let wanted = &wanted[list.len()..];
+) -> Result<Optional<'py>, Failure> {
+    let mut list = Optional::with_capacity(joined.edge_count());
+    for (param, (grad, (share, parts, trained))) in grads.into_iter().zip(joined.shares()).enumerate() {
         if !share.is_split {
             list.push(grad);
             continue;
         }
-        if in_parts.contains(&param) {
-            for part in parts {
-                list.push(after_main_grad(part.bind(py))?);
-            }
-            continue;
+        let own = (share, parts, trained);
+        let fused = fused.iter().find(|(of, _)| *of == param).map(|(_, fused)| fused);
+        let given = match (grad, fused) {
+            (grad, Some(fused)) => into_main_grads((state, py), own, (grad, fused))?,
+            // Autograd drops those of frozen parts.
+            (Some(grad), None) => split(&grad, &share.rows)?.into_iter().map(Some).collect(),
+            (None, None) if share.fuses() => later(state, py, own, overwrite)?,
+            // Delayed, or no part needs it.
+            (None, None) => SmallVec::from_elem(None, parts.len()),
+        };
+        match share.edge {
+            None => list.extend(given),
+            Some(edge) => list.push(given.into_iter().nth(edge).flatten()),
         }
-        let into = (fuses && share.is_weight).then_some(overwrite);
-        let given = of_split(py, (grad, share), (parts, wanted), into);
-        list.extend(
-            given.map_err(|failure| {
-                failure.named(handle.try_borrow().ok().map(|handle| handle.name.clone()).as_deref())
-            })?,
-        );
     }
     Ok(list)
 }
 
-/// The same for one parameter, whose parts' gradients go `into` their `main_grad`, or to autograd. A missing gradient
-/// is delayed, or no part needs it.
-fn of_split<'py>(
-    py: Python<'py>,
-    (grad, share): (Option<Bound<'py, PyAny>>, &Share),
-    (parts, wanted): (&[Py<PyAny>], &[bool]),
-    into: Option<bool>,
+/// A parameter's share, its parts, and which of them are trained.
+type Own<'a> = (&'a Share, &'a [Py<PyAny>], &'a [bool]);
+
+/// Autograd's gradients of parts whose gradients go, or have gone, into their `main_grad`s.
+fn into_main_grads<'py>(
+    (state, py): (&State, Python<'py>),
+    (share, parts, trained): Own<'_>,
+    (grad, fused): (Option<Bound<'py, PyAny>>, &MainGrads<'py>),
 ) -> Result<Optional<'py>, Failure> {
-    let mut list = Optional::new();
-    let (mut fused, mut taken, mut places) = (Objects::new(), Vec::new(), Vec::new());
-    let mut pieces = match &grad {
-        Some(grad) => Some(split(grad, &share.rows)?.into_iter()),
-        None => None,
+    if let Some(grad) = grad {
+        let pieces = split(&grad, &share.rows)?.into_iter().zip(trained);
+        fused.give(py, pieces.filter_map(|(piece, &trained)| trained.then_some(piece)))?;
+    }
+    let (mut told, mut dummies) = (fused.told(), Dummies::default());
+    let of_part = |((part, &rows), &trained): ((&Py<PyAny>, &i64), &bool)| {
+        let is_told = trained && told.next().unwrap_or(false);
+        is_told.then(|| dummies.tell(state, part.bind(py), rows)).transpose()
     };
-    for (part, &wanted) in parts.iter().zip(wanted) {
-        let piece = pieces.as_mut().and_then(Iterator::next).filter(|_| wanted);
-        list.push(match (piece, into) {
-            _ if !wanted => None,
-            (piece, None) => piece,
-            (Some(piece), Some(_)) => {
-                places.push(list.len());
-                taken.push(piece);
-                fused.push(part.bind(py).clone());
-                None
-            }
-            (None, Some(overwrite)) => give_later(part.bind(py), overwrite)?,
-        });
-    }
-    if let Some(overwrite) = into.filter(|_| !fused.is_empty()) {
-        for (place, given) in places.into_iter().zip(give_all(&fused, taken, overwrite)?) {
-            list[place] = given;
-        }
-    }
-    Ok(list)
+    Ok(parts.iter().zip(&share.rows).zip(trained).map(of_part).collect::<PyResult<_>>()?)
+}
+
+/// Autograd's gradients of parts whose gradients `backward_dw` adds to `main_grad` later.
+fn later<'py>(
+    state: &State,
+    py: Python<'py>,
+    (_, parts, trained): Own<'_>,
+    overwrite: bool,
+) -> Result<Optional<'py>, Failure> {
+    let of_part = |(part, &trained): (&Py<PyAny>, &bool)| {
+        if trained { give_later(state, part.bind(py), overwrite) } else { Ok(None) }
+    };
+    parts.iter().zip(trained).map(of_part).collect()
 }
 
 /// The rows of each part of a gradient, in its memory, by one call of torch. They are not views, which would cost torch

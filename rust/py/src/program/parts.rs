@@ -10,7 +10,8 @@ use pyo3::{PyTraverseError, PyVisit};
 use smallvec::SmallVec;
 
 use crate::program::handle::ProgramHandle;
-use crate::program::tensors::{Objects, requires_grad};
+use crate::program::observed::LoneEdge;
+use crate::program::tensors::{Flags, Objects};
 use crate::tensor::given::given;
 use crate::tensor::stack::{end_of_storage, stacked};
 use crate::tensor::value::QuantizedValue;
@@ -22,10 +23,11 @@ use crate::torch::process::State;
 pub(crate) struct Joined {
     /// The whole parameters for the program. A whole needs a gradient if a part does.
     wholes: SmallVec<[Py<PyAny>; 4]>,
-    /// The parts for autograd; a parameter in one piece is its own part.
+    /// The parts; a parameter in one piece is its own part.
     parts: SmallVec<[Py<PyAny>; 8]>,
-    /// Whether a part needs a gradient.
-    is_trained: bool,
+    /// Whether each part of a joined parameter needed a gradient in forward; false for a parameter in one piece. Behind the
+    /// first that did, only parts are read whose gradients go into `main_grad`: autograd drops other gradients by itself.
+    trained: Flags,
     /// For each parameter, its share.
     shares: SmallVec<[Share; 4]>,
     version: u64,
@@ -38,11 +40,34 @@ pub(crate) struct Share {
     pub(crate) rows: SmallVec<[i64; 4]>,
     /// Whether it is joined from parts.
     pub(crate) is_split: bool,
-    /// Whether it is the weight of a linear op.
-    pub(crate) is_weight: bool,
+    role: Role,
+    /// The part that autograd gets for all parts, if nothing observes the others; none if autograd gets all.
+    pub(crate) edge: Option<usize>,
     /// Whether the whole is a copy.
     copied: bool,
     count: usize,
+}
+
+/// What a parameter is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Role {
+    /// The weight of a linear op.
+    Weight,
+    /// One, the gradients of whose parts go into their `main_grad`.
+    FusedWeight,
+    Other,
+}
+
+impl Share {
+    /// Whether it is the weight of a linear op.
+    pub(crate) fn is_weight(&self) -> bool {
+        self.role != Role::Other
+    }
+
+    /// Whether the gradients of its parts go into their `main_grad`.
+    pub(crate) fn fuses(&self) -> bool {
+        self.role == Role::FusedWeight
+    }
 }
 
 #[pymethods]
@@ -63,31 +88,34 @@ impl Joined {
     ) -> PyResult<Option<(Bound<'py, Self>, Objects<'py>)>> {
         let py = handle.py();
         let Some((parts, mut shares)) = gathered(state, handle)? else { return Ok(None) };
-        let Some(version) = version_of(state, &parts, &shares)? else { return Ok(None) };
-        let (mut wholes, mut is_trained, mut rest) = (Objects::new(), false, parts.as_slice());
+        let fuses = shares.iter().any(Share::fuses);
+        let has_grads = fuses && state.torch.is_grad_enabled.bind(py).call0()?.is_truthy()?;
+        let (mut pass, mut wholes, mut rest) = (Pass::new(state, parts.len()), Objects::new(), parts.as_slice());
         for share in &mut shares {
             let (own, behind) = rest.split_at(share.count);
             rest = behind;
             if !share.is_split {
+                if !pass.read_whole(share, &own[0])? {
+                    return Ok(None);
+                }
                 wholes.push(own[0].clone());
                 continue;
             }
-            let Some((whole, copied)) = join(state, own, &mut share.rows)? else { return Ok(None) };
+            pass.begin(share, has_grads);
+            let Some((whole, copied)) = join(&mut pass, own, &mut share.rows)? else { return Ok(None) };
             share.copied = copied;
-            for part in own {
-                if requires_grad(part)? {
-                    whole.setattr(intern!(py, "requires_grad"), true)?;
-                    is_trained = true;
-                    break;
-                }
+            share.edge = pass.edge.take().and_then(LoneEdge::found);
+            if pass.has_trained {
+                whole.setattr(intern!(py, "requires_grad"), true)?;
             }
             wholes.push(whole);
         }
-        let copied = shares.iter().any(|share| share.is_weight && share.copied);
+        let Pass { trained, version, .. } = pass;
+        let copied = shares.iter().any(|share| share.is_weight() && share.copied);
         let joined = Self {
             wholes: wholes.iter().map(|whole| whole.clone().unbind()).collect(),
             parts: parts.into_iter().map(Bound::unbind).collect(),
-            is_trained,
+            trained,
             shares,
             version: if copied { version_of_copy() } else { version },
         };
@@ -99,9 +127,17 @@ impl Joined {
         self.wholes.iter().map(|whole| whole.bind(py).clone()).collect()
     }
 
-    /// The parts for autograd.
-    pub(crate) fn parts(&self) -> &[Py<PyAny>] {
-        &self.parts
+    /// The parts that autograd gets, in order.
+    pub(crate) fn edges(&self) -> impl Iterator<Item = &Py<PyAny>> {
+        self.shares().flat_map(|(share, parts, _)| match share.edge {
+            Some(edge) => &parts[edge..=edge],
+            None => parts,
+        })
+    }
+
+    /// How many these are.
+    pub(crate) fn edge_count(&self) -> usize {
+        self.shares.iter().map(|share| share.edge.map_or(share.count, |_| 1)).sum()
     }
 
     /// Version of the whole weights.
@@ -111,26 +147,32 @@ impl Joined {
 
     /// Whether a part needs a gradient.
     pub(crate) fn is_trained(&self) -> bool {
-        self.is_trained
+        self.trained.contains(&true)
     }
 
-    /// For each parameter, its share and its parts.
-    pub(crate) fn shares(&self) -> impl Iterator<Item = (&Share, &[Py<PyAny>])> {
-        let mut rest = self.parts.as_slice();
+    /// For each parameter, its share, its parts, and which of them needed a gradient in forward.
+    pub(crate) fn shares(&self) -> impl Iterator<Item = (&Share, &[Py<PyAny>], &[bool])> {
+        let mut rest = (self.parts.as_slice(), self.trained.as_slice());
         self.shares.iter().map(move |share| {
-            let (own, behind) = rest.split_at(share.count);
-            rest = behind;
-            (share, own)
+            let (parts, trained) = (rest.0.split_at(share.count), rest.1.split_at(share.count));
+            rest = (parts.1, trained.1);
+            (share, parts.0, trained.0)
         })
     }
 
     /// Whether a part of a weight that was read without a copy has changed since.
     pub(crate) fn was_changed(&self, state: &State, py: Python<'_>) -> PyResult<bool> {
-        if self.shares.iter().any(|share| share.is_weight && share.copied) {
+        if self.shares.iter().any(|share| share.is_weight() && share.copied) {
             return Ok(false);
         }
-        let parts: Objects<'_> = self.parts.iter().map(|part| part.bind(py).clone()).collect();
-        Ok(version_of(state, &parts, &self.shares)? != Some(self.version))
+        let mut version = Some(0);
+        for (share, parts, _) in self.shares() {
+            for part in parts.iter().filter(|_| share.is_weight()) {
+                let own = version_of(state, part.bind(py))?;
+                version = version.zip(own).map(|(version, own)| version + own);
+            }
+        }
+        Ok(version != Some(self.version))
     }
 }
 
@@ -157,21 +199,99 @@ fn gathered<'py>(
             }
         }
         let rows = SmallVec::new();
-        let (is_split, is_weight) = (!param.parts.is_empty(), program.chain.linear_params().contains(&index));
-        shares.push(Share { rows, is_split, is_weight, copied: false, count: param.names().len() });
+        let role = match program.chain.linear_params().contains(&index) {
+            true if param.fuses => Role::FusedWeight,
+            true => Role::Weight,
+            false => Role::Other,
+        };
+        let (is_split, count) = (!param.parts.is_empty(), param.names().len());
+        shares.push(Share { rows, is_split, role, edge: None, copied: false, count });
     }
     Ok(Some((parts, shares)))
+}
+
+/// What a call reads of each part beside its memory, in one pass over all.
+struct Pass<'a> {
+    state: &'a State,
+    trained: Flags,
+    version: u64,
+    /// Of the present parameter, which begins at this part.
+    from: usize,
+    is_weight: bool,
+    fuses: bool,
+    has_trained: bool,
+    edge: Option<LoneEdge>,
+}
+
+impl<'a> Pass<'a> {
+    fn new(state: &'a State, parts: usize) -> Self {
+        let trained = Flags::with_capacity(parts);
+        Self { state, trained, version: 0, from: 0, is_weight: false, fuses: false, has_trained: false, edge: None }
+    }
+
+    /// Begins with a parameter of several parts.
+    fn begin(&mut self, share: &Share, has_grads: bool) {
+        (self.from, self.has_trained) = (self.trained.len(), false);
+        (self.is_weight, self.fuses) = (share.is_weight(), share.fuses());
+        self.edge = (self.fuses && has_grads).then(LoneEdge::default);
+    }
+
+    /// Reads a part; false if it has no version.
+    #[inline]
+    fn read(&mut self, part: &Bound<'_, PyAny>) -> PyResult<bool> {
+        let Some(version) = version_of(self.state, part)? else { return Ok(false) };
+        if self.is_weight {
+            self.version += version;
+        }
+        let is_known = self.has_trained && !self.fuses;
+        let is_trained = is_known || part.getattr(&self.state.torch.names.requires_grad)?.is_truthy()?;
+        self.has_trained |= is_trained;
+        if let (true, Some(edge)) = (is_trained, &mut self.edge) {
+            edge.note(self.state, part, self.trained.len() - self.from)?;
+        }
+        self.trained.push(is_trained);
+        Ok(true)
+    }
+
+    /// Reads a parameter in one piece.
+    fn read_whole(&mut self, share: &Share, whole: &Bound<'_, PyAny>) -> PyResult<bool> {
+        let Some(version) = version_of(self.state, whole)? else { return Ok(false) };
+        if share.is_weight() {
+            self.version += version;
+        }
+        self.trained.push(false);
+        Ok(true)
+    }
+}
+
+/// A number that changes whenever a part may have changed; none if it has no version.
+#[inline]
+fn version_of(state: &State, part: &Bound<'_, PyAny>) -> PyResult<Option<u64>> {
+    if let Some(value) = given(state, part) {
+        // The numbers of values never fall.
+        return Ok(Some(QuantizedValue::stamp(&value)?.unwrap_or(0)));
+    }
+    match part.getattr(&state.torch.names.version) {
+        Ok(version) => Ok(Some(version.extract::<i64>()? as u64)), // CPython reads signed numbers sooner
+        Err(error) if error.is_instance_of::<PyRuntimeError>(part.py()) => Ok(None),
+        Err(error) => Err(error),
+    }
 }
 
 /// The parts as one tensor, if they are adjacent in one storage, else a copy (true); none if they do not fit each
 /// other.
 fn join<'py>(
-    state: &State,
+    pass: &mut Pass<'_>,
     parts: &[Bound<'py, PyAny>],
     rows: &mut SmallVec<[i64; 4]>,
 ) -> PyResult<Option<(Bound<'py, PyAny>, bool)>> {
-    let py = parts[0].py();
+    let (py, state) = (parts[0].py(), pass.state);
     if let Some(value) = given(state, &parts[0]) {
+        for part in parts {
+            if !pass.read(part)? {
+                return Ok(None);
+            }
+        }
         return Ok(join_quantized(state, parts, value, rows)?.map(|whole| (whole, false)));
     }
     let Some(first) = state.reader.read(&parts[0])? else { return Ok(None) };
@@ -187,6 +307,9 @@ fn join<'py>(
         rows.push(view.shape()[0]);
         adjacent &= view.is_contiguous() && view.data().address() == end;
         end = view.data().address() + view.numel() * view.dtype().size();
+        if !pass.read(part)? {
+            return Ok(None);
+        }
     }
     if adjacent && end <= end_of_storage(&parts[0])? {
         let mut size: SmallVec<[i64; 2]> = first.shape().into();
@@ -221,25 +344,4 @@ fn join_quantized<'py>(
     let (all, cols) = (rows.iter().sum::<i64>(), parts[0].call_method1(intern!(py, "size"), (1,))?.extract::<i64>()?);
     let arguments = (Bound::new(py, value)?, (all, cols), dtype, py.None());
     parts[0].get_type().call_method1(intern!(py, "_of_value"), arguments).map(Some)
-}
-
-/// A number that changes whenever a weight may have changed; none if a parameter has no version.
-fn version_of(state: &State, parts: &[Bound<'_, PyAny>], shares: &[Share]) -> PyResult<Option<u64>> {
-    let (mut version, mut parts) = (0, parts.iter());
-    for share in shares {
-        for part in parts.by_ref().take(share.count) {
-            if let Some(value) = given(state, part) {
-                // The numbers of values never fall.
-                version += QuantizedValue::stamp(&value)?.unwrap_or(0);
-                continue;
-            }
-            match part.getattr(intern!(part.py(), "_version")) {
-                Ok(counted) if share.is_weight => version += counted.extract::<u64>()?,
-                Ok(_) => {}
-                Err(error) if error.is_instance_of::<PyRuntimeError>(part.py()) => return Ok(None),
-                Err(error) => return Err(error),
-            }
-        }
-    }
-    Ok(Some(version))
 }

@@ -119,7 +119,7 @@ impl<'py> Source<'_, 'py> {
     fn tensors(&self, py: Python<'py>) -> (SmallVec<[Bound<'py, PyAny>; 4]>, usize) {
         let Some(joined) = self.joined else { return (SmallVec::from_iter([self.param.clone()]), 0) };
         let (mut tensors, mut first) = (SmallVec::new(), 0);
-        for (index, (_, parts)) in joined.shares().enumerate().filter(|(_, (share, _))| share.is_weight) {
+        for (index, (_, parts, _)) in joined.shares().enumerate().filter(|(_, (share, ..))| share.is_weight()) {
             if index == self.index {
                 first = tensors.len();
             }

@@ -89,6 +89,8 @@ pub(crate) struct Torch {
     reinterpret: Option<Py<PyAny>>,
     pub(crate) is_grad_enabled: Py<PyAny>,
     pub(crate) is_autocast_enabled: Py<PyAny>,
+    /// Owners of a tensor in C++: one for its Python object, others for autograd's nodes.
+    pub(crate) use_count: Option<Py<PyAny>>,
     /// Number of modes that see every operator: tracers, and those of users.
     dispatch_modes: Py<PyAny>,
     /// Whether operators are recorded by a profiler.
@@ -325,6 +327,7 @@ impl Torch {
             reinterpret: guards.getattr("_reinterpret_tensor").ok().map(Bound::unbind),
             is_grad_enabled: native.getattr("is_grad_enabled").or_else(|_| torch.getattr("is_grad_enabled"))?.unbind(),
             is_autocast_enabled: any_autocast.unbind(),
+            use_count: torch.getattr("Tensor")?.getattr("_use_count").ok().map(Bound::unbind),
             dispatch_modes: native.getattr("_len_torch_dispatch_stack")?.unbind(),
             profiler_enabled: native.getattr("_autograd")?.getattr("_profiler_enabled")?.unbind(),
             storage_weak_ref: py.import("torch.multiprocessing.reductions")?.getattr("StorageWeakRef")?.unbind(),
@@ -393,25 +396,30 @@ impl Torch {
         size: &[i64],
         offset: i64,
     ) -> PyResult<Bound<'py, PyAny>> {
-        self.strided_in_storage_of(tensor, size, &contiguous_strides(size), offset)
+        self.alias(&Self::to_alias(tensor, size, &contiguous_strides(size), offset)?)
     }
 
-    /// The same with strides of its own.
-    pub(crate) fn strided_in_storage_of<'py>(
-        &self,
+    /// What [`Self::alias`] takes to make a tensor in the storage of a contiguous one.
+    pub(crate) fn to_alias<'py>(
         tensor: &Bound<'py, PyAny>,
         size: &[i64],
         stride: &[i64],
         offset: i64,
-    ) -> PyResult<Bound<'py, PyAny>> {
+    ) -> PyResult<Bound<'py, PyTuple>> {
         let py = tensor.py();
-        let (size, stride) = (PyTuple::new(py, size)?, PyTuple::new(py, stride)?);
+        (tensor, PyTuple::new(py, size)?, PyTuple::new(py, stride)?, offset).into_pyobject(py)
+    }
+
+    /// Such a tensor, another one in each call.
+    pub(crate) fn alias<'py>(&self, alike: &Bound<'py, PyTuple>) -> PyResult<Bound<'py, PyAny>> {
+        let py = alike.py();
         if let Some(reinterpret) = &self.reinterpret {
-            return reinterpret.bind(py).call1((tensor, size, stride, offset));
+            return reinterpret.bind(py).call1(alike.clone());
         }
+        let (tensor, offset) = (alike.get_item(0)?, alike.get_item(3)?.extract::<i64>()?);
         let first = tensor.call_method0(intern!(py, "storage_offset"))?.extract::<i64>()?;
         let own = tensor.call_method0(intern!(py, "detach"))?;
-        own.call_method1(intern!(py, "as_strided"), (size, stride, first + offset))
+        own.call_method1(intern!(py, "as_strided"), (alike.get_item(1)?, alike.get_item(2)?, first + offset))
     }
 
     /// Whether no mode or tracer is active, which could not see a native call.
