@@ -266,7 +266,14 @@ class TransformerEngineBaseModule(StatefulModule):
         if isinstance(state, DelayedScalingRecipeState):
             if device is not None:
                 state.to(device)
+            former = state.amax_history.shape[0]
             state.use(recipe, group)
+            if fwd and former != recipe.amax_history_len and self._quantized_weights():
+                message = (
+                    f"{self.name}: Quantizer is being updated, this may affect model behavior: the scales of the "
+                    f"quantised weights follow {recipe.amax_history_len} maxima, not {former} as before"
+                )
+                warnings.warn(message, UserWarning, stacklevel=_callers_level())
             return
         mode = "forward" if fwd else "backward"
         self.fp8_meta[key] = DelayedScalingRecipeState(
