@@ -529,6 +529,19 @@ def test_bad_models(tmp_path):
     assert "layers.0.mlp.up_proj" in report.left
 
 
+def test_modules_that_run_twice():
+    model, other = Model(), Model()
+    for one in (model, other):
+        one.layers.append(one.layers[0])
+    report = te_fast.convert(model)
+    assert list(report.converted.values()).count("decoder layer") == 2
+    assert not any("shares" in why for why in report.left.values())
+    compare(model, other)
+    compare(model, other, bound=0.5, recipe=DelayedScaling())
+    te_fast.convert.undo(model)
+    compare(model, other, bound=1e-6)
+
+
 @pytest.mark.parametrize("exclude", ["layers", ("mlp", "layers.1")])
 def test_excluded(exclude):
     report = te_fast.convert(Model(), exclude=exclude)

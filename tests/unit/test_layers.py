@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import te_fast.pytorch as te
-from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format
 from te_fast.errors import DeviceError, DtypeError, ShapeError, StateError, UnsupportedError
 from te_fast.layers.base import TransformerEngineBaseModule
 from te_fast.pytorch.quantization import DelayedScalingRecipeState
@@ -485,3 +485,11 @@ def test_parts_mark_that_their_gradient_is_in_main_grad(first):
     added = 0.0 if first else 1.0
     assert torch.equal(parts[0].main_grad, whole.weight.grad[:48] + added)
     assert torch.equal(parts[1].main_grad, whole.weight.grad[48:])
+
+
+def test_the_largest_numbers_of_the_last_recipe():
+    layer, x = te.Linear(16, 16, device="cpu"), torch.randn(16, 16)
+    for kind, numbers in ((Format.HYBRID, (448.0, 57344.0)), (Format.E4M3, (448.0, 448.0))):
+        with te.autocast(recipe=DelayedScaling(fp8_format=kind)):
+            layer(x)
+        assert (layer.fp8_meta["fp8_max_fwd"], layer.fp8_meta["fp8_max_bwd"]) == numbers

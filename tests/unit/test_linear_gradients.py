@@ -9,6 +9,7 @@ from linear_layers import close, expected, inputs, make, step
 from recipes import RECIPES, name_of
 from te_fast.common.recipe import Float8CurrentScaling
 from te_fast.errors import DtypeError, ShapeError
+from te_fast.pytorch.module.base import get_dummy_wgrad
 
 
 @pytest.mark.parametrize("frozen", ["input", "weight", "bias", "all but bias", "all"])
@@ -197,3 +198,10 @@ def test_no_rows_leave_main_grad_alone_in_high_precision():
         layer(x, is_first_microbatch=first).sum().backward()
         assert layer.weight.grad is None
         assert (layer.weight.main_grad == left).all()
+
+
+def test_a_dummy_gradient_is_where_weights_are():
+    dummy = get_dummy_wgrad([3, 5], torch.bfloat16, zero=True)
+    assert (dummy.dtype, dummy.tolist()) == (torch.bfloat16, [[0.0] * 5] * 3)
+    assert dummy.is_cuda == torch.cuda.is_available()
+    assert dummy.data_ptr() == get_dummy_wgrad([3, 5], torch.bfloat16).data_ptr()

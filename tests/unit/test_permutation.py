@@ -188,7 +188,7 @@ def test_fp64_probabilities():
     assert torch.equal(merged, merge_reference(case, y.detach(), case.probs.float(), offsets))
     dout = torch.randn_like(merged)
     merged.backward(dout)
-    dots = (dout[:, None] * y.detach()[destination.clamp(min=0)]).sum(2).double()
+    dots = (dout[:, None].double() * y.detach()[destination.clamp(min=0)]).sum(2)
     torch.testing.assert_close(weights.grad, torch.where(case.mask, dots, 0.0))
     quantized = te.moe_permute_and_quantize(
         torch.randn(21, 16), case.probs, case.mask, case.routed, scale=torch.ones(1)
@@ -576,3 +576,12 @@ def test_the_megatron_page_round_trips():
     assert torch.equal(permuted, permute_reference(case, 1, None)[1])
     merged = names["unpermute"](out, row_id_map, case.x.shape, probs=case.probs)
     assert torch.equal(merged, merge_reference(case, out, case.probs, None))
+
+
+def test_gradients_of_probabilities_sum_thousands_of_columns_exactly():
+    x, grad = torch.rand(8, 4096, requires_grad=True), torch.rand(8, 4096)
+    probs = torch.rand(8, 3, requires_grad=True)
+    rows, row_id_map = te.moe_permute(x, torch.ones(8, 3, dtype=torch.bool), 24)
+    te.moe_unpermute(rows, row_id_map, probs).backward(grad)
+    exact = (x.detach().double() * grad.double()).sum(1, keepdim=True).expand(8, 3)
+    assert ((probs.grad - exact).abs() < 2e-7 * exact).all()

@@ -1,12 +1,14 @@
 """torch's operations on quantised tensors: which keep the class, which write, which dequantise."""
 
+import copy
 import io
+import pickle
 
 import pytest
 import torch
 
 import te_fast.pytorch as te
-from quantized_tensors import KINDS, parts, quantizer, values
+from quantized_tensors import FP8, KINDS, parts, quantizer, values
 from te_fast import dispatch
 from te_fast.errors import DtypeError, QuantizedTensorError, UnsupportedError
 from te_fast.tensor import operations
@@ -182,6 +184,50 @@ def test_a_part_is_no_place_for_new_scales(x):
         holds(tensor, values(x, kind), tensor)
         shard = quantizer(kind)(x)[16:]
         tensor.new_zeros(20, 256).narrow(0, 0, 16).copy_(shard)
+
+
+def test_a_part_takes_bytes_of_its_own_scale_alone(x):
+    for kind in PER_TENSOR:
+        tensor, larger = (
+            quantizer(kind)(x),
+            te.Float8CurrentScalingQuantizer(FP8["e4m3"], "cpu")(9 * x),
+        )
+        with pytest.raises(QuantizedTensorError, match="part of a tensor"):
+            tensor[:16].copy_(larger[:16])
+        holds(tensor, values(x, kind), tensor)
+        tensor[:16].copy_(tensor[16:])
+        holds(tensor, values(x, kind)[16:].repeat(2, 1), tensor)
+
+
+@pytest.mark.parametrize("kind", [*PER_TENSOR, "2d"])
+def test_a_write_of_a_part_leaves_no_old_column_layout(kind):
+    tensor = quantizer(kind)(torch.randn(256, 128))
+    if kind in PER_TENSOR:
+        tensor[:128].copy_(tensor[128:])
+    else:
+        tensor[:128].mul_(3)
+    expected = tensor.dequantize()
+    tensor.update_usage(rowwise_usage=True, columnwise_usage=True)
+    tensor.update_usage(rowwise_usage=False)
+    assert torch.equal(tensor.dequantize(), expected)
+
+
+@pytest.mark.parametrize("kind", [*PER_TENSOR, "2d"])
+def test_an_old_column_layout_is_neither_pickled_nor_taken_over(kind):
+    tensor = quantizer(kind)(torch.randn(256, 128))
+    tensor._value.row.zero_()
+    for made in (pickle.loads(pickle.dumps(tensor)), type(tensor).make_like(tensor)):
+        assert made.get_usages() == {"rowwise": True, "columnwise": False}
+        assert not made.dequantize().any()
+
+
+def test_a_deep_copy_of_a_part_is_whole(x):
+    for kind in PER_TENSOR:
+        tensor = quantizer(kind)(x)
+        made = copy.deepcopy(tensor[:16])
+        made.copy_(y := torch.randn(16, 256).bfloat16())
+        assert torch.equal(made.dequantize(), values(y, kind))
+        assert torch.equal(tensor.dequantize(), values(x, kind))
 
 
 def test_new_tensors_follow_the_type_that_is_asked(tensor, kind):

@@ -251,6 +251,24 @@ def test_scales_of_delayed_scaling_follow_what_is_written():
     )
 
 
+@pytest.mark.parametrize("name", ["linear", "layernorm_linear", "layernorm_mlp", "grouped_linear"])
+def test_another_length_of_history_is_told_once(name):
+    module = quantized(MAKERS[name], DelayedScaling(amax_history_len=8))
+    x, recipe = torch.randn(32, 128).bfloat16(), DelayedScaling(amax_history_len=2)
+    with te.autocast(recipe=recipe):
+        with pytest.warns(UserWarning, match="Quantizer is being updated") as warned:
+            module(x)
+        module(x)
+    assert len(warned) == 1
+    assert warned[0].filename == __file__
+    plain = MAKERS[name]()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for one in (DelayedScaling(amax_history_len=8), recipe):
+            with te.autocast(recipe=one):
+                plain(x)
+
+
 def test_outside_of_regions_weights_are_dequantised(make, recipe):
     module, x = quantized(make, recipe), torch.randn(32, 128).bfloat16()
     plain = make()

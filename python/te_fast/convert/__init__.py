@@ -106,7 +106,8 @@ class _Plan:
         self.forwards: list[tuple[str, torch.nn.Module, Forward]] = []
         self.left: dict[str, str] = {}
         self._tried: set[Any] = set()
-        self._uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+        # A module that runs several times, or has several names, shares its parameters with no other module.
+        self._uses = Counter(id(p) for m in model.modules() for p in m._parameters.values())
         modules = list(model.named_modules())
         for name, module in modules:
             if known.is_decoder(module):

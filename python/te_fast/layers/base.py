@@ -61,8 +61,9 @@ class TransformerEngineBaseModule(StatefulModule):
     name : str
         Name in messages; ``Layer_<n>`` unless given.
     fp8_meta : dict
-        ``recipe``, ``fp8_group``, ``num_gemms`` and, under delayed scaling, ``scaling_fwd`` and
-        ``scaling_bwd`` with ``scale`` and ``amax_history``.
+        ``recipe``, ``fp8_group``, ``num_gemms``, after the first FP8 forward ``fp8_max_fwd`` and ``fp8_max_bwd``, the
+        largest FP8 numbers, and, under delayed scaling, ``scaling_fwd`` and ``scaling_bwd`` with ``scale`` and
+        ``amax_history``.
     fp8, fp8_calibration, fp8_initialized : bool
         State of the last region that the layer ran in.
     """
@@ -238,6 +239,8 @@ class TransformerEngineBaseModule(StatefulModule):
         former, recipe = self.fp8_meta.get("recipe"), FP8GlobalStateManager.get_fp8_recipe()
         self.fp8_meta["recipe"] = recipe
         self.fp8_meta["fp8_group"] = FP8GlobalStateManager.get_fp8_group()
+        largest = recipe.fp8_format.value
+        self.fp8_meta.update(fp8_max_fwd=largest.max_fwd, fp8_max_bwd=largest.max_bwd)
         self.fp8_initialized = True
         if former is not None and former._scaling != recipe._scaling:
             message = (
@@ -266,7 +269,14 @@ class TransformerEngineBaseModule(StatefulModule):
         if isinstance(state, DelayedScalingRecipeState):
             if device is not None:
                 state.to(device)
+            former = state.amax_history.shape[0]
             state.use(recipe, group)
+            if fwd and former != recipe.amax_history_len and self._quantized_weights():
+                message = (
+                    f"{self.name}: Quantizer is being updated, this may affect model behavior: the scales of the "
+                    f"quantised weights follow {recipe.amax_history_len} maxima, not {former} as before"
+                )
+                warnings.warn(message, UserWarning, stacklevel=_callers_level())
             return
         mode = "forward" if fwd else "backward"
         self.fp8_meta[key] = DelayedScalingRecipeState(

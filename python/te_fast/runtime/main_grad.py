@@ -15,9 +15,9 @@ def get_dummy_wgrad(
     shape: list[int],
     dtype: torch.dtype,
     zero: bool = False,
-    device: torch.device | str = "cuda",
+    device: torch.device | str | None = None,
 ) -> torch.Tensor:
-    """Return a stand-in for a weight gradient that went into ``main_grad``; there is one per shape and type.
+    """Return a stand-in for a weight gradient that went into ``main_grad``; there is one per shape, type and device.
 
     Parameters
     ----------
@@ -27,10 +27,15 @@ def get_dummy_wgrad(
         Type of the weight.
     zero : bool, default = False
         Fill it with zeros.
-    device : torch.device or str, default = 'cuda'
-        Device of the weight.
+    device : torch.device or str, optional
+        Device of the weight; by default the current GPU, or the CPU without a GPU.
     """
-    key = (tuple(shape), dtype, str(device))
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    key = (tuple(shape), dtype, device)
     if key not in _dummy_wgrads:
         _dummy_wgrads[key] = torch.empty(tuple(shape), dtype=dtype, device=device)
     dummy = _dummy_wgrads[key]

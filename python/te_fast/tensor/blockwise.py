@@ -152,16 +152,22 @@ class Float8BlockwiseQTensorStorage(QuantizedTensorStorage):
 
     def get_metadata(self) -> dict[str, Any]:
         """Return the constructor's keywords for the same value."""
+        columns, scales = self._valid_columns()
         return {
             "rowwise_data": self._rowwise_data,
             "rowwise_scale_inv": self._rowwise_scale_inv,
-            "columnwise_data": self._columnwise_data,
-            "columnwise_scale_inv": self._columnwise_scale_inv,
+            "columnwise_data": columns,
+            "columnwise_scale_inv": scales,
             "fp8_dtype": self._fp8_dtype,
             "quantizer": self._quantizer,
             "is_2D_scaled": self._is_2D_scaled,
             "fake_dtype": self._dtype,
         }
+
+    def _valid_columns(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return bytes and scales of the column layout, unless it is older than the row layout."""
+        value = self._value
+        return (value.col, value.col_scale) if value.col_is_valid else (None, None)
 
     def view(self, *shape: Any) -> Any:
         """Return a storage of another shape over the same bytes, whose blocks stay whole.
@@ -339,7 +345,7 @@ class Float8BlockwiseQTensor(Float8BlockwiseQTensorStorage, Float8TensorBase):
         """Bytes, scales and quantizer."""
         fields = (
             *(self.shape, self._rowwise_data, self._rowwise_scale_inv),
-            *(self._columnwise_data, self._columnwise_scale_inv, self._fp8_dtype, self.dtype),
+            *(*self._valid_columns(), self._fp8_dtype, self.dtype),
             *(self._quantizer, self._is_2D_scaled, None),
         )
         return _make_float8_blockwise_tensor_in_reduce_ex, fields

@@ -206,11 +206,18 @@ def _row_view(tensor: Any, func: Any, *args: Any) -> Any:
     return _of_row(tensor, func(value.row, *args))
 
 
+def _set_part(value: Any, row: torch.Tensor, whole: Any) -> None:
+    """Let a value have a part of the row layout of another one, or other strides, and no column layout."""
+    value.row = row
+    value.note_same_bytes(whole)  # a write of the part is a write of the whole
+    value.col = None
+
+
 def _of_row(tensor: Any, row: torch.Tensor) -> Any:
     value = tensor._value.share()
     is_whole = row.shape == tensor.shape and row.stride() == tensor.stride()
     if not is_whole:
-        value.row, value.col = row, None
+        _set_part(value, row, tensor._value)
     made = tensor._like(value, row.shape, device=tensor.device, stride=row.stride())
     if not is_whole or tensor.__dict__.get("_is_part", False):
         made._is_part = row.numel() != tensor.numel() or tensor.__dict__.get("_is_part", False)
@@ -244,8 +251,9 @@ def _rows_of_blocks(
     if stop != rows and stop % BLOCK:
         return NotImplemented
     made = value.share()
-    made.row, made.col, made.col_scale = value.row[start:stop], None, None
+    _set_part(made, value.row[start:stop], value)
     made.row_scale = value.row_scale[start // BLOCK : -(-stop // BLOCK)]
+    made.col_scale = None
     return tensor._like(made, made.row.shape, device=tensor.device)
 
 
@@ -400,6 +408,14 @@ def _new_zeros(tensor: Any, size: Sequence[int], **options: Any) -> Any:
 # Writing -----------------------------------------------------------------------------------------
 
 
+def _takes_scale(target: Any, source: Any) -> bool:
+    """Tell whether the scale of bytes that a part takes is that of the other parts, or those are zeros without one."""
+    if not target.__dict__.get("_is_part", False):
+        return True
+    own, other = target._value.row_scale, source._value.row_scale.to(target.device)
+    return bool(((own == other) | (own == 0)).all())
+
+
 @_handles(aten.copy_.default)
 def _copy(target: Any, source: Any, non_blocking: bool = False) -> Any:
     if not _is_quantized(target):
@@ -408,6 +424,8 @@ def _copy(target: Any, source: Any, non_blocking: bool = False) -> Any:
         )
         return target.copy_(source._plain_values(dtype or torch.float32), non_blocking)
     if _takes_bytes(target, source):
+        if not _takes_scale(target, source):
+            _check_whole(target)
         copy_values(target._value, source._value)
         target._remake_columnwise()
         note_write(target)

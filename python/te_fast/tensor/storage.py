@@ -343,6 +343,7 @@ def copy_values(own: native.QuantizedValue, other: native.QuantizedValue) -> Non
                 target.detach().copy_(source.detach().view(target.shape))
     if own.block == 0 and own.row_scale is not None and other.row_scale is not None and not was[0]:
         own.row_scale.detach().copy_(other.row_scale.detach().view(own.row_scale.shape))
+    own.note_write()
     own.col_is_valid = has_col and was[1]
 
 

@@ -402,7 +402,7 @@ class Float8TensorBase(QuantizedTensorStorage, QuantizedTensor):
         made.requires_grad_(self.requires_grad)
         memo[id(self)] = made
         for name, attribute in self.__dict__.items():
-            if name != "_value":
+            if name not in ("_value", "_is_part"):
                 made.__dict__[name] = copy.deepcopy(attribute, memo)
         if self.grad is not None:
             made.grad = copy.deepcopy(self.grad, memo)

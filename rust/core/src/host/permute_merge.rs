@@ -74,13 +74,14 @@ fn spread<T: Real>(p: &UnpermuteBwdParams<'_>) {
         for Slot { row, column } in map.token(token) {
             let Some(row) = row else { continue };
             let prob = load_prob(p.probs, first + column, p.prob_type);
-            let mut dot = 0.0;
+            // A running sum in FP32 loses digits over thousands of columns. The GPU adds many short sums.
+            let mut dot = 0.0_f64;
             let rows = dx[row * cols..][..cols].iter_mut().zip(&x[row * cols..]);
             for ((dx, value), grad) in rows.zip(grad) {
-                dot += grad.to_f32() * value.to_f32();
+                dot += f64::from(grad.to_f32()) * f64::from(value.to_f32());
                 *dx = T::from_f32(prob * grad.to_f32());
             }
-            store_prob(p.dprobs, first + column, p.prob_type, dot);
+            store_prob(p.dprobs, first + column, p.prob_type, dot as f32);
         }
     }
 }
