@@ -8,7 +8,7 @@ import te_fast.pytorch as te
 from linear_layers import close, expected, inputs, make, step
 from recipes import RECIPES, name_of
 from te_fast.common.recipe import Float8CurrentScaling
-from te_fast.errors import DtypeError, ShapeError
+from te_fast.errors import DtypeError, ShapeError, StateError
 from te_fast.pytorch.module.base import get_dummy_wgrad
 
 
@@ -205,3 +205,30 @@ def test_a_dummy_gradient_is_where_weights_are():
     assert (dummy.dtype, dummy.tolist()) == (torch.bfloat16, [[0.0] * 5] * 3)
     assert dummy.is_cuda == torch.cuda.is_available()
     assert dummy.data_ptr() == get_dummy_wgrad([3, 5], torch.bfloat16).data_ptr()
+
+
+@pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "high precision"])
+def test_the_store_of_delayed_gradients(fp8):
+    layer = make()
+    store = layer.wgrad_store
+    assert not store.delay_wgrad_compute()
+    store.enable_delay_wgrad_compute()
+    assert layer.delay_wgrad_compute
+    assert store.delay_wgrad_compute()
+    assert layer.need_backward_dw()
+    x, grad = inputs(32, layer)
+    with te.autocast(enabled=fp8, recipe=Float8CurrentScaling()):
+        y = layer(x)
+    store.assert_empty()
+    y.backward(grad)
+    assert layer.weight.grad is None
+    for call in (store.assert_empty, store.disable_delay_wgrad_compute):
+        with pytest.raises(
+            StateError, match=r"gradients of 1 backwards wait; call backward_dw\(\)"
+        ):
+            call()
+    layer.backward_dw()
+    close(layer.weight.grad, expected(layer, x, grad, "current" if fp8 else None)["dw"], y.dtype)
+    store.assert_empty()
+    store.disable_delay_wgrad_compute()
+    assert not layer.need_backward_dw()

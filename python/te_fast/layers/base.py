@@ -15,6 +15,7 @@ import torch
 
 import te_fast
 from te_fast.errors import DtypeError, UnsupportedError
+from te_fast.layers.wgrad_store import WeightGradStore
 from te_fast.parallel.checkpoint import Share, shares_by_marks
 from te_fast.parallel.quantized import Role, quantizer_of_rows
 from te_fast.parallel.ranks import check_group, copy_sharing, size_of_group
@@ -496,6 +497,11 @@ class TransformerEngineBaseModule(StatefulModule):
         return ", ".join(f"{name}={value}" for name, value in options.items())
 
     # Weight gradients ----------------------------------------------------------------------------
+
+    @property
+    def wgrad_store(self) -> WeightGradStore:
+        """Transformer Engine's name for the delayed weight gradients."""
+        return WeightGradStore(self)
 
     def need_backward_dw(self) -> bool:
         """Tell whether :meth:`backward_dw` computes the weights' gradients."""
