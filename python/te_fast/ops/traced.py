@@ -142,10 +142,10 @@ def _parameters(plan: Plan, index: int) -> list[torch.Tensor]:
     return [p for owner in plan.parameters[index] for p in owner.values() if p is not None]
 
 
-def _read(plan: Plan, index: int) -> list[torch.Tensor]:
-    """Return the parameters of a basic operation that the program reads."""
-    stacks = plan.ops[index]._stacks()
-    return _parameters(plan, index) if stacks is None else stacks
+def _read(plan: Plan, index: int) -> list[tuple[torch.Tensor, ...]]:
+    """Return the parts of the parameters of a basic operation that the program reads."""
+    parts = plan.ops[index]._parts_of_parameters()
+    return [(whole,) for whole in _parameters(plan, index)] if parts is None else parts
 
 
 def _run_in_python(

@@ -480,7 +480,9 @@ impl ProgramHandle {
     fn signature(&self, py: Python<'_>) -> PyResult<String> {
         let ops: Vec<_> = self.chain.links().iter().map(|link| link.op).collect();
         let fuses = self.weights.iter().map(|weight| Ok(weight.bind(py).try_borrow()?.fuse_wgrad_accumulation));
-        Ok(format!("{ops:?} {:?} {:?}", self.linear_calls(py)?, fuses.collect::<PyResult<Vec<_>>>()?))
+        let fuses = (self.fuses_parts, fuses.collect::<PyResult<Vec<_>>>()?);
+        let parts: Vec<_> = self.params.iter().map(|param| param.parts.len()).collect();
+        Ok(format!("{ops:?} {:?} {fuses:?} {parts:?}", self.linear_calls(py)?))
     }
 
     /// Whether a parameter consists of parts.

@@ -135,7 +135,17 @@ pub(crate) fn give_all<'py>(
     grads: Vec<Bound<'py, PyAny>>,
     overwrite: bool,
 ) -> Result<Optional<'py>, Failure> {
-    let Some(py) = weights.first().map(Bound::py) else { return Ok(Optional::new()) };
+    add_all(weights, grads, overwrite)?;
+    weights.iter().map(|weight| Ok(after_main_grad(weight)?)).collect()
+}
+
+/// The same without a gradient for autograd: one call of torch for gradients that are added, one for the others.
+pub(crate) fn add_all<'py>(
+    weights: &[Bound<'py, PyAny>],
+    grads: Vec<Bound<'py, PyAny>>,
+    overwrite: bool,
+) -> Result<(), Failure> {
+    let Some(py) = weights.first().map(Bound::py) else { return Ok(()) };
     let (mut set, mut added) = ((Vec::new(), Vec::new()), (Vec::new(), Vec::new()));
     for (weight, grad) in weights.iter().zip(grads) {
         let list = if overwrite || has_overwrite(weight)? { &mut set } else { &mut added };
@@ -148,7 +158,16 @@ pub(crate) fn give_all<'py>(
             torch.call_method1(function, (main, grads))?;
         }
     }
-    weights.iter().map(|weight| Ok(after_main_grad(weight)?)).collect()
+    Ok(())
+}
+
+/// Sets the `main_grad` of a weight to zero if its former value does not matter. With `heeds_mark`, a weight that is marked
+/// with `overwrite_main_grad` counts, too.
+pub(crate) fn begin(weight: &Bound<'_, PyAny>, overwrite: bool, heeds_mark: bool) -> Result<(), Failure> {
+    if overwrite || (heeds_mark && has_overwrite(weight)?) {
+        buffer(weight)?.call_method0("zero_")?;
+    }
+    Ok(())
 }
 
 /// The same for a gradient that `backward_dw` adds later.
@@ -156,9 +175,7 @@ pub(crate) fn give_later<'py>(
     weight: &Bound<'py, PyAny>,
     overwrite: bool,
 ) -> Result<Option<Bound<'py, PyAny>>, Failure> {
-    if overwrite {
-        buffer(weight)?.call_method0("zero_")?;
-    }
+    begin(weight, overwrite, false)?;
     Ok(after_main_grad(weight)?)
 }
 

@@ -165,7 +165,7 @@ fn gathered<'py>(
 
 /// The parts as one tensor, if they are adjacent in one storage, else a copy (true); none if they do not fit each
 /// other.
-fn join<'py>(
+pub(crate) fn join<'py>(
     state: &State,
     parts: &[Bound<'py, PyAny>],
     rows: &mut SmallVec<[i64; 4]>,
