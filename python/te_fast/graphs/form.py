@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
-from te_fast.errors import UnsupportedError
 from te_fast.runtime import recompute
 from te_fast.runtime.inputs import check_input
 from te_fast.runtime.parts import joined
@@ -88,12 +87,6 @@ def forward_traced(
         If the input does not fit.
     """
     form = _form_of(layer._traced.form)
-    if form.is_shared and layer._quantized_weights():
-        message = (
-            f"{layer.name}: torch.compile takes no quantised weights that ranks share yet; call the layer outside of "
-            "it, or make it without quantized_model_init"
-        )
-        raise UnsupportedError(message)
     tied = dict(form.tied)
     params = [tuple([_parameter(layer, name, tied) for name in names]) for names in form.parameters]
     parts = [part for one in params for part in one]
