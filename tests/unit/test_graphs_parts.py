@@ -150,6 +150,10 @@ def test_gradients_go_into_main_grad(name, order, delay, kind):
         for model in (eager, graphed):
             for weight in weights_of(model):
                 weight.grad = None
+            for weight in weights_of(model)[
+                :2
+            ]:  # as Megatron-LM does; torch 2.8 compiles again for another value
+                weight.grad_added_to_main_grad = False
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (2 if takes_first else 1)
     assert not torch._dynamo.utils.counters["graph_break"]
 
@@ -303,7 +307,7 @@ def test_a_buffer_that_is_missing_or_does_not_fit_is_an_error_as_in_eager():
             with pytest.raises(error, match="main_grad") as caught:
                 step(layer, function, x, Float8CurrentScaling())
             messages.append(str(caught.value))
-        assert messages[0] == messages[1]
+        assert messages[1].startswith(messages[0])  # old releases of torch append the node
 
 
 def test_buffers_that_are_replaced_need_no_other_graph():

@@ -259,11 +259,6 @@ impl TracedCall {
         self.region.as_ref().filter(|_| self.key.any_rows).map_or(0, |(region, _)| region.recipe.missing_rows(rows))
     }
 
-    /// Whether each `main_grad` is overwritten instead of added to.
-    pub(super) fn is_first_microbatch(&self) -> bool {
-        self.microbatch == Microbatch::First
-    }
-
     /// Whether the call quantises with scales of delayed scaling.
     #[getter]
     pub(super) fn is_delayed(&self) -> bool {
@@ -272,6 +267,11 @@ impl TracedCall {
 }
 
 impl TracedCall {
+    /// Whether each `main_grad` is overwritten instead of added to.
+    pub(super) fn is_first_microbatch(&self) -> bool {
+        self.microbatch == Microbatch::First
+    }
+
     /// Whether the `main_grad` of a parameter in one piece is overwritten instead of added to.
     pub(super) fn overwrites_main_grad(&self, param: usize) -> bool {
         self.is_first_microbatch() || self.parts[param].iter().any(|part| part.overwrites)
