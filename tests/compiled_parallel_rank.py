@@ -19,6 +19,7 @@ from graphs import compiled, refusal_of, states_of
 from parallel_rank import random, region, share
 from ranks import Scenes, device
 from recipes import RECIPES
+from te_fast.tensor.primary import is_quantized
 
 # torch before 2.11 makes instances of autograd functions while it compiles, and then warns of its own instances.
 warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
@@ -140,20 +141,23 @@ def every_option_in_graphs():
     assert_trains_alike(module, "current", True)
 
 
-def check_operations(sequence, recipe, **steps):
+def operations(sequence):
     options = {
         "device": device(),
         "tensor_parallel_group": dist.group.WORLD,
         "sequence_parallel": sequence,
     }
     torch.manual_seed(dist.get_rank())
-    chain = te.ops.Sequential(
+    return te.ops.Sequential(
         te.ops.LayerNorm(COLS, device=device()),
         te.ops.BasicLinear(COLS, FFN, tensor_parallel_mode="column", **options),
         te.ops.GELU(),
         te.ops.BasicLinear(FFN, COLS, tensor_parallel_mode="row", **options),
     )
-    assert_trains_alike(chain, recipe, sequence, **steps)
+
+
+def check_operations(sequence, recipe, **steps):
+    assert_trains_alike(operations(sequence), recipe, sequence, **steps)
     torch._dynamo.reset()
 
 
@@ -170,6 +174,38 @@ def operations_in_graphs():
 def every_operation_in_graphs():
     for sequence, recipe in product((False, True), (None, "current", "delayed")):
         check_operations(sequence, recipe)
+
+
+def quantized(make, recipe):
+    with te.quantized_model_init(recipe=RECIPES[recipe]()):
+        module = make()
+    assert any(is_quantized(parameter) for parameter in module.parameters())
+    return module
+
+
+def check_quantized(make, sequence, recipe, inside=True, **options):
+    module = quantized(make, recipe)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*the weights are quantised, and dequantised")
+        assert assert_trains_alike(module, recipe if inside else None, sequence, **options) <= 2
+    torch._dynamo.reset()
+
+
+@scene
+def quantised_weights_in_graphs():
+    check_quantized(lambda: layers(True)["mlp"], True, "delayed")
+    check_quantized(lambda: operations(True), True, "block", rows=(16, 16))
+
+
+@scene
+def every_quantised_weight_in_graphs():
+    steps = {"rows": (16, 16)}
+    for sequence, recipe in ((False, "delayed"), (True, "current"), (False, "block")):
+        check_quantized(lambda s=sequence: layers(s)["norm"], sequence, recipe, **steps)
+        check_quantized(lambda s=sequence: Row(s), sequence, recipe, **steps)
+    check_quantized(lambda: layers(True)["mlp"], True, "current", inside=False, **steps)
+    options = {"delay_wgrad_compute": True, "fuse_wgrad_accumulation": True}
+    check_quantized(lambda: layers(True, **options)["mlp"], True, "current", **steps)
 
 
 @scene
@@ -206,12 +242,6 @@ def what_graphs_refuse():
     late = te.Linear(COLS, FFN, parallel_mode="row", tp_size=size, device=device(), name="late")
     message = refusal_of(late, torch.ones(4, COLS // size))
     assert "set_tensor_parallel_group" in message or "StateError" in message
-    with te.quantized_model_init():
-        options = {"tensor_parallel_mode": "column", "device": device()}
-        chain = te.ops.Sequential(te.ops.Linear(COLS, FFN, **options))
-    with region("current"):
-        message = refusal_of(chain, torch.ones(8, COLS))
-    assert "quantised weights that ranks share" in message or "UnsupportedError" in message
     with torch.no_grad(), pytest.raises(Exception, match="torch.export takes no layer that ranks"):
         torch.export.export(module, (torch.ones(4, COLS),), strict=True)
     assert run(torch.ones(8, COLS)).shape == (8 * size, FFN // size)

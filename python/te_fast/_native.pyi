@@ -100,11 +100,11 @@ __all__ = [
     "traced_backward_call",
     "traced_call",
     "traced_columns",
-    "traced_defer_nothing",
     "traced_describe",
     "traced_forward",
     "traced_forward_call",
     "traced_install",
+    "traced_on_nothing",
     "traced_register",
     "traced_update_scales",
     "update_scales",
@@ -427,7 +427,15 @@ class TracedCall:
     @property
     def fused_later(self) -> list[int]: ...
     @property
-    def overwrites_main_grad(self) -> bool: ...
+    def parts(self) -> list[list[int]]: ...
+    @property
+    def part_grads(self) -> list[list[bool]]: ...
+    @property
+    def fuses_parts(self) -> bool: ...
+    @property
+    def fused_parts(self) -> list[int]: ...
+    @property
+    def overwritten(self) -> list[bool]: ...
     @property
     def is_delayed(self) -> bool: ...
     def missing_rows(self, rows: int) -> int: ...
@@ -732,13 +740,13 @@ def traced_call(
     x: Tensor,
     extras: Sequence[Tensor],
     params: Sequence[Tensor],
-    wants: tuple[bool, Sequence[bool], Sequence[bool]],
-    how: tuple[bool | None, bool | None, bool, bool],
-    given: Sequence[tuple[int, str, bool] | None],
+    wants: tuple[bool, Sequence[Sequence[tuple[int, bool, bool]]], Sequence[bool]],
+    how: tuple[bool | None, bool | None, bool],
+    given: Sequence[tuple[int, str, bool, int] | None],
     /,
 ) -> TracedCall: ...
 def traced_columns(call: int, /) -> list[bool]: ...
-def traced_defer_nothing(program: Tensor, call: int, /) -> None: ...
+def traced_on_nothing(program: Tensor, call: int, /) -> None: ...
 def traced_describe(call: TracedCall, /) -> TracedCall: ...
 def traced_forward(
     reads: list[Tensor], writes: list[Tensor], program: Tensor, call: int, /

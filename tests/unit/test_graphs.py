@@ -727,12 +727,9 @@ def test_calibration_and_written_inputs_are_refused():
         te.ops.Linear(32, 32, device="cpu"), te.ops.AddExtraInput(in_place=True)
     )
     assert "in place, which a traced graph does not show" in refusal_of(lambda x: chain(x, x), x)
-    split = te.Linear(
-        32, 32, parameters_split=("a", "b"), fuse_wgrad_accumulation=True, device="cpu"
-    )
     with region(Float8CurrentScaling()):
-        message = refusal_of(lambda x: split(x), x)
-    assert "parameters_split cannot be traced" in message or "UnsupportedError" in message
+        message = refusal_of(lambda x: layer(x, fp8_output=True), x)
+    assert "fp8_output and fp8_grad are not traced" in message or "UnsupportedError" in message
 
 
 def test_a_graph_of_a_layer_that_is_gone_says_so():

@@ -8,7 +8,6 @@ import torch
 
 import te_fast
 import te_fast.pytorch as te
-from graphs import needs_compile
 from grouped_layers import SPLITS, grads, inputs, stack, step
 from quantized_tensors import forbid_dispatch
 from recipes import RECIPES
@@ -281,13 +280,3 @@ def test_whole_blocks(recipe, single):
     assert sum(map(is_quantized, mine.parameters())) == (2 if single else 8)
     for got, expected in zip(*found, strict=True):
         assert torch.equal(got, expected)
-
-
-@needs_compile
-def test_compilers_are_refused_by_name():
-    recipe = RECIPES["current"]()
-    layer = make(recipe)
-    x, _ = inputs(layer)
-    torch.compiler.reset()
-    with te.autocast(recipe=recipe), pytest.raises(Exception, match="quantised weights"):
-        torch.compile(layer, backend="aot_eager")(x, torch.tensor(SPLITS))

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
-from te_fast.errors import UnsupportedError
 from te_fast.runtime import recompute
 from te_fast.runtime.inputs import check_input
 from te_fast.runtime.parts import joined
@@ -32,8 +31,6 @@ class Form(NamedTuple):
     is_shared: bool
     is_recomputed: bool
     returns_bias: bool
-    #: Why the layer cannot be traced; empty if it can.
-    refusal: str
 
 
 #: Forms by their texts.
@@ -86,33 +83,20 @@ def forward_traced(
 
     Raises
     ------
-    UnsupportedError
-        If the layer cannot be traced.
     ShapeError, DtypeError, DeviceError
         If the input does not fit.
     """
     form = _form_of(layer._traced.form)
-    if form.refusal:
-        message = f"{layer.name}: {form.refusal}"
-        raise UnsupportedError(message)
-    if (form.is_shared or extras) and layer._quantized_weights():
-        whose = "that ranks share" if form.is_shared else "of experts"
-        message = (
-            f"{layer.name}: torch.compile takes no quantised weights {whose} yet; call the layer outside of it, or "
-            "make it without quantized_model_init"
-        )
-        raise UnsupportedError(message)
     tied = dict(form.tied)
-    params = [
-        joined([_parameter(layer, name, tied) for name in names]) for names in form.parameters
-    ]
-    check_input(layer, inp, *form.features, params[0].device)
+    params = [tuple([_parameter(layer, name, tied) for name in names]) for names in form.parameters]
+    parts = [part for one in params for part in one]
+    check_input(layer, inp, *form.features, parts[0].device)
     kind = inp.device.type
     if torch.is_autocast_enabled(kind):
         x = inp.to(torch.get_autocast_dtype(kind))
     else:
         x = inp
-        for parameter in params:
+        for parameter in parts:
             if parameter.dtype != inp.dtype:
                 layer._check_types(inp)
     if form.is_shared:
@@ -126,7 +110,7 @@ def _run(
     layer: Any,
     form: Form,
     x: torch.Tensor,
-    params: list[torch.Tensor],
+    params: list[tuple[torch.Tensor, ...]],
     is_first_microbatch: bool | None,
     extras: tuple[torch.Tensor, ...],
 ) -> Any:
@@ -134,7 +118,7 @@ def _run(
     from te_fast.graphs.region import key_of_region
 
     if form.outside_fp8 == "torch" and not key_of_region()[0]:
-        return functional.linear(x, *[parameter.to(x.dtype) for parameter in params])
+        return functional.linear(x, *[joined(list(parts)).to(x.dtype) for parts in params])
     given = (layer._traced, layer, x, extras, tuple(params), is_first_microbatch)
     if form.is_recomputed and torch.is_grad_enabled():
         return recompute.checkpoint_in_graph(operators.apply, given, {}, {})

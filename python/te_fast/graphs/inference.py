@@ -100,7 +100,7 @@ def describe(
     program: native.Program,
     recipe: Recipe | None,
     cols: int,
-    kinds: Sequence[tuple[int, str, bool] | None] = (),
+    kinds: Sequence[tuple[int, str, bool, int] | None] = (),
 ) -> str:
     """Return a program and its recipe as text.
 
@@ -117,7 +117,7 @@ def describe(
     cols : int
         Columns of the input.
     kinds : sequence
-        For each quantised parameter: block, FP8 type, and whether it has a column layout.
+        For each quantised parameter: block, FP8 type, whether it has a column layout, and number of values.
 
     Raises
     ------

@@ -30,8 +30,10 @@ from te_fast.runtime.capturing import update_scales_behind_backward
 from te_fast.runtime.delayed import native_recipe
 from te_fast.runtime.library import register
 from te_fast.runtime.main_grad import main_grad_of
+from te_fast.runtime.parts import joined
 from te_fast.runtime.recompute import tracing
 from te_fast.tensor.primary import is_quantized
+from te_fast.tensor.stacks import check_alike
 
 Tensors = Sequence[torch.Tensor]
 
@@ -71,18 +73,20 @@ def _backward_otherwise(
     facts, rows = calls[call.text], reads[0].shape[0]
     kinds = _new_grads(facts)
     if rows == 0:
-        end = len(kinds) + (len(facts.fused) if call.overwrites_main_grad else 0)
-        for result in writes[:end]:
-            result.zero_()
-        native.traced_defer_nothing(handle, facts.number)
+        overwritten = [True] * len(kinds) + [call.overwritten[index] for index in facts.fused]
+        for result, is_set in zip(writes, overwritten, strict=False):  # the handle may follow
+            if is_set:
+                result.zero_()
+        native.traced_on_nothing(handle, facts.number)
         return
     missing = call.missing_rows(rows)
-    first = len(facts.widths) + facts.has_saved
-    of_rows = {*range(len(facts.widths))}
-    of_rows |= {first + index for index, (kind, _) in enumerate(facts.reads) if kind != "param"}
+    of_rows = [True] * len(facts.widths) + [False] * facts.has_saved
+    for kind, index in facts.reads:
+        of_rows += [False] * len(facts.parts[index]) if kind == "param" else [True]
+    of_rows += [False] * (len(reads) - len(of_rows))
     padded = [
-        _padded(tensor, missing) if index in of_rows else tensor
-        for index, tensor in enumerate(reads)
+        _padded(tensor, missing) if has_rows else tensor
+        for tensor, has_rows in zip(reads, of_rows, strict=True)
     ]
     made = [
         tensor if is_param else tensor.new_empty((rows + missing, tensor.shape[1]))
@@ -93,6 +97,8 @@ def _backward_otherwise(
 
 
 def _padded(tensor: torch.Tensor, missing: int) -> torch.Tensor:
+    if not tensor.is_floating_point():
+        return tensor  # counts of experts' rows, to which the new rows do not belong
     return functional.pad(tensor, (0, 0, 0, missing))
 
 
@@ -187,7 +193,7 @@ register("keep_scale(Tensor scale, Tensor order) -> Tensor", _keep_scale, _keep_
 class _Program(torch.autograd.Function):
     """Arguments: handle, text of the call, numbers of tensors of each kind, dummy gradients, then the tensors.
 
-    Kinds are the input, extra inputs, parameters, kept scales, the order tensor, memory of kept weights, and
+    Kinds are the input, extra inputs, parts of parameters, kept scales, the order tensor, memory of kept weights, and
     ``main_grad``.
     """
 
@@ -214,26 +220,33 @@ class _Program(torch.autograd.Function):
             handle,
             facts.number,
         )
-        tensors_of = {"input": [x], "extra": extras, "param": params}
+        tensors_of = {"input": [x], "extra": extras}
         outputs = _placed(facts.outputs, made, tensors_of, 1)
         if facts.any_grad:
             tensors_of["output"] = outputs[1:]
             tensors_of["memory"] = memory
-            reads = [tensors_of[kind][index] for kind, index in facts.reads]
-            weights = [tensors_of[kind][index] for kind, index in facts.weights_of_backward]
-            ctx.call = (text, dummies, counts, len(saved) + len(reads) + len(weights))
-            ctx.save_for_backward(handle, *saved, *reads, *weights, *main_grads)
+            parts = _split(params, [len(rows) for rows in facts.parts])
+            reads = [
+                tensor
+                for kind, index in (*facts.reads, *facts.weights_of_backward)
+                for tensor in (parts[index] if kind == "param" else [tensors_of[kind][index]])
+            ]
+            ctx.call = (text, dummies, len(saved) + len(reads), sum(counts[3:]))
+            ctx.save_for_backward(handle, *saved, *reads, *main_grads)
         return tuple(outputs) if len(outputs) > 1 else outputs[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        text, dummies, counts, read = ctx.call
+        text, dummies, read, others = ctx.call
         facts = facts_of(text)
         tensors = list(ctx.saved_tensors)  # in a trace, torch 2.8 unpacks a tuple by a star
         handle, kept = tensors[0], tensors[1:]
-        for at, (kind, index) in enumerate(facts.reads):
+        at = int(facts.has_saved)
+        for kind, index in facts.reads:
+            count = len(facts.parts[index]) if kind == "param" else 1
             if kind == "param" and index in facts.given:
-                kept[facts.has_saved + at] = kept[facts.has_saved + at].dequantize()
+                kept[at : at + count] = [part.dequantize() for part in kept[at : at + count]]
+            at += count
         dys = [grad.contiguous() for grad in grads]
         rows = dys[0].shape[0]
         made = []
@@ -248,18 +261,34 @@ class _Program(torch.autograd.Function):
         for place, cols, dtype in kinds:
             if place == ("new", 0):
                 made.append(dys[0].new_empty((rows, cols), dtype=dtype))
-        # The tensors that a deferred gradient leaves to backward_dw() are not in the graph; the handle stands for them.
-        written = [*made, *kept[read:], *([handle] if facts.deferred else [])]
+        # The handle stands for what is not in the graph: tensors that a deferred gradient leaves to backward_dw(), and
+        # the main_grads of parts.
+        written = [*made, *kept[read:], *([handle] if facts.writes_elsewhere else [])]
         torch.ops.te_fast.program_backward([*dys, *kept[:read]], written, handle, facts.number)
         places = (facts.grad_input, *facts.grad_params, *facts.grad_extras)
-        first_extra = 1 + counts[2]
+        first_extra = 1 + len(facts.parts)
         results = _placed(places, made, {"grad": dys}, first_extra)
+        parts = _grads_of_parts(facts, results[1:first_extra])
         # A parameter's hooks run only if it gets a gradient tensor of its own.
-        for index, dtype, is_zero in dummies:
+        for index, shape, dtype, is_zero in dummies:
             make = dys[0].new_zeros if is_zero else dys[0].new_empty
-            results[1 + index] = make(facts.param_shapes[index], dtype=dtype)
-        dx, params, extras = results[0], results[1:first_extra], results[first_extra:]
-        return (None, None, None, None, dx, *extras, *params, *[None] * sum(counts[3:]))
+            parts[index] = make(shape, dtype=dtype)
+        extras = results[first_extra:]
+        return (None, None, None, None, results[0], *extras, *parts, *[None] * others)
+
+
+def _grads_of_parts(facts: Facts, wholes: Sequence[Any]) -> list[Any]:
+    """Return the gradients of all parts, from those of whole parameters; None for parts that want none."""
+    found: list[Any] = []
+    for whole, rows, wanted in zip(wholes, facts.parts, facts.part_grads, strict=True):
+        if whole is None or len(rows) == 1:
+            found += [whole] * len(rows)
+            continue
+        pieces = whole.split(list(rows))
+        found += [
+            piece if is_wanted else None for piece, is_wanted in zip(pieces, wanted, strict=True)
+        ]
+    return found
 
 
 def _placed(
@@ -302,7 +331,7 @@ def apply(
     owner: Any,
     x: torch.Tensor,
     extras: tuple[torch.Tensor, ...],
-    params: tuple[torch.Tensor, ...],
+    params: tuple[tuple[torch.Tensor, ...], ...],
     is_first_microbatch: bool | None,
 ) -> Any:
     """Run a program as an operator.
@@ -317,8 +346,8 @@ def apply(
         ``(..., cols)``.
     extras : tuple of torch.Tensor
         Extra inputs, ``(..., cols)`` or ``(...)``.
-    params : tuple of torch.Tensor
-        Its parameters, in order.
+    params : tuple of tuples of torch.Tensor
+        The parts of each of its parameters, in order; a parameter in one piece is its own part.
     is_first_microbatch : bool, optional
         As of :class:`te_fast.pytorch.Linear`.
 
@@ -336,40 +365,41 @@ def apply(
         )
         raise ShapeError(message)
     if not enabled:
-        params = tuple([p.dequantize() if is_quantized(p) else p for p in params])
+        params = tuple([tuple([_dequantized(part) for part in parts]) for parts in params])
     # Columns belong to a program: operator.index makes a number of what a trace with dynamic=True has not fixed.
     cols = operator.index(x.shape[-1])
     given = [_as_matrix(extra, x) for extra in extras]
-    tensors = [x.reshape(-1, cols), *given, *params]
-    wants = tuple([grads and tensor.requires_grad for tensor in (x, *extras, *params)])
-    if not any(wants):
-        kinds = tuple([_kind_of(parameter) for parameter in params])
-        text = traced.exported((enabled, recipe, inside is not None), cols, kinds)
-        if text:
-            return _exported(text, owner, tensors, len(extras), x.shape[:-1])
-    described = _described(tensors, len(extras))
-    is_first = None if inside is None else inside.is_first
-    how = (is_first_microbatch, is_first, _overwrites(params), tracing.keeps_scales)
-    key = f"{enabled} {epoch} {recipe} {how} {wants} {described}"
-    key = key.replace(".", " ")  # the key becomes the name of an attribute
+    inputs = [x.reshape(-1, cols), *given]
+    parts = [part for one in params for part in one]
     within = (enabled, recipe, inside is not None)
-    problem = traced.prepare(key, described, len(extras), wants, within, how)
+    if not (grads and any([tensor.requires_grad for tensor in (x, *extras, *parts)])):
+        kinds = tuple([_kind_of(one) for one in params])
+        text = traced.exported(within, cols, kinds)
+        if text:
+            return _exported(text, owner, (inputs, params), x.shape[:-1])
+    wants = [grads and tensor.requires_grad for tensor in (x, *extras)]
+    described = _described(inputs, wants, params)
+    is_first = None if inside is None else inside.is_first
+    how = (is_first_microbatch, is_first, tracing.keeps_scales)
+    key = f"{enabled} {epoch} {recipe} {how} {described}"
+    key = key.replace(".", " ")  # the key becomes the name of an attribute
+    problem = traced.prepare(key, described, len(extras), within, how)
     if problem is not None:
         raise getattr(errors, problem[0])(problem[1])
     text = getattr(traced, key)
     facts = facts_of(text)
     scales, ordered = _of_delayed(traced, owner, facts, x.device) if facts.is_delayed else ([], [])
     kept = getattr(traced, facts.kept) if facts.kept else []
-    main_grads = [main_grad_of(params[index]) for index in facts.fused]
+    main_grads = [main_grad_of(params[index][0]) for index in facts.fused]
     dummies = _dummies(facts, params)
-    parts = [tensors[:1], given, list(params), scales, ordered, kept, main_grads]
-    counts = tuple([len(part) for part in parts])
+    lists = [inputs[:1], given, parts, scales, ordered, kept, main_grads]
+    counts = tuple([len(tensors) for tensors in lists])
     out = _Program.apply(
         traced.handle,
         text,
         counts,
         dummies,
-        *[tensor for part in parts for tensor in part],
+        *[tensor for tensors in lists for tensor in tensors],
     )
     leading = x.shape[:-1]
     if len(facts.widths) == 1:
@@ -379,15 +409,29 @@ def apply(
     )
 
 
-def _dummies(facts: Facts, params: Tensors) -> tuple[tuple[int, torch.dtype, bool], ...]:
-    """Return parameters whose hooks need a dummy gradient: number, type, whether it is zero."""
+def _dequantized(part: Any) -> Any:
+    return part.dequantize() if is_quantized(part) else part
+
+
+def _dummies(
+    facts: Facts, params: Sequence[Tensors]
+) -> tuple[tuple[int, tuple[int, ...], torch.dtype, bool], ...]:
+    """Return parts whose hooks need a dummy gradient: number among all parts, shape, type, whether it is zero."""
     dummies = []
-    for index in (*facts.fused, *facts.fused_later):
-        if hasattr(params[index], "grad_added_to_main_grad"):
-            params[index].grad_added_to_main_grad = True  # type: ignore[attr-defined]
-            is_zero = getattr(params[index], "zero_out_wgrad", False)
-            dummies.append((index, params[index].dtype, is_zero))
+    number = 0
+    for index, parts in enumerate(params):
+        is_fused = index in (*facts.fused, *facts.fused_parts, *facts.fused_later)
+        for part, is_wanted in zip(parts, facts.part_grads[index], strict=True):
+            if is_fused and is_wanted and hasattr(part, "grad_added_to_main_grad"):
+                part.grad_added_to_main_grad = True
+                is_zero = getattr(part, "zero_out_wgrad", False)
+                dummies.append((number, _sizes(part), part.dtype, is_zero))
+            number += 1
     return tuple(dummies)
+
+
+def _sizes(tensor: torch.Tensor) -> tuple[int, ...]:
+    return tuple([operator.index(size) for size in tensor.shape])
 
 
 def _as_matrix(extra: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -397,54 +441,59 @@ def _as_matrix(extra: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return extra.reshape(-1, extra.shape[-1] if extra.dim() == x.dim() else 1)
 
 
-def _overwrites(params: Tensors) -> bool:
-    found = False
-    for parameter in params:
-        found = found or getattr(parameter, "overwrite_main_grad", False)
-    return found
-
-
 def _exported(
-    text: str, owner: Any, tensors: list[torch.Tensor], extras: int, leading: Sequence[int]
+    text: str,
+    owner: Any,
+    tensors: tuple[list[torch.Tensor], tuple[tuple[torch.Tensor, ...], ...]],
+    leading: Sequence[int],
 ) -> Any:
     """Run a program as the operator of a saved graph."""
     scales = []
     if '"DelayedScaling"' in text:
         scales = [state._scale for state in owner._delayed_states_of_linears(forward=True)]
-    x, *others = tensors
-    outs = torch.ops.te_fast.inference(x, others[:extras], others[extras:], scales, text)
+    inputs, params = tensors
+    wholes = [joined(list(parts)) for parts in params]
+    outs = torch.ops.te_fast.inference(inputs[0], inputs[1:], wholes, scales, text)
     outs = [out.view(*leading, out.shape[-1]) for out in outs]
     return outs[0] if len(outs) == 1 else tuple(outs)
 
 
-def _described(tensors: Tensors, extras: int) -> tuple[Described, ...]:
+def _described(
+    inputs: Tensors, wants: Sequence[bool], params: Sequence[Tensors]
+) -> tuple[Described, ...]:
     """Return the descriptions of input, extra inputs and parameters for :meth:`Traced.prepare`, without rows."""
-    shapes = [
-        (1, operator.index(tensor.shape[-1]))
-        if at <= extras
-        else tuple([operator.index(size) for size in tensor.shape])
-        for at, tensor in enumerate(tensors)
-    ]
-    return tuple(
-        [
-            (shape, tensor.dtype, tensor.device, _kind_of(tensor))
-            for shape, tensor in zip(shapes, tensors, strict=True)
-        ]
-    )
-
-
-def _kind_of(tensor: Any) -> Kind | None:
-    """Return how a tensor is quantised, if it is."""
-    if not is_quantized(tensor):
-        return None
-    value = tensor._value
-    if value.groups != 1:
-        message = (
-            "torch.compile takes no quantised weights of experts yet; call the operation outside of it, or make it "
-            "without quantized_model_init"
+    found: list[Described] = []
+    for tensor, wanted in zip(inputs, wants, strict=True):
+        shape: tuple[int, ...] = (1, operator.index(tensor.shape[-1]))
+        found.append((shape, tensor.dtype, tensor.device, None, ((1, wanted, False),)))
+    is_trained = torch.is_grad_enabled()
+    for parts in params:
+        shapes = [_sizes(part) for part in parts]
+        rows = sum([shape[0] for shape in shapes])
+        described = tuple(
+            [
+                (shape[0], is_trained and part.requires_grad, len(parts) == 1 and _overwrites(part))
+                for shape, part in zip(shapes, parts, strict=True)
+            ]
         )
-        raise UnsupportedError(message)
-    return value.block, value.fp8, value.col_is_valid
+        first = parts[0]
+        shape = (rows, *shapes[0][1:])
+        found.append((shape, first.dtype, first.device, _kind_of(parts), described))
+    return tuple(found)
+
+
+def _overwrites(part: Any) -> bool:
+    return bool(getattr(part, "overwrite_main_grad", False))
+
+
+def _kind_of(parts: Sequence[Any]) -> Kind | None:
+    """Return how a parameter is quantised, if it is."""
+    if not is_quantized(parts[0]):
+        return None
+    check_alike(parts)
+    value = parts[0]._value
+    has_col = all([part._value.col_is_valid for part in parts])
+    return value.block, value.fp8, has_col, value.groups if len(parts) == 1 else len(parts)
 
 
 def _of_delayed(

@@ -23,12 +23,15 @@ _by_number: WeakValueDictionary[int, Traced] = WeakValueDictionary()
 
 #: The place of a tensor: a new tensor, or a kind of the call's tensors and the number among that kind.
 Place = tuple[str, int]
-#: How a quantised tensor is quantised: block, FP8 type, and whether it has a column layout.
-Kind = tuple[int, str, bool]
+#: How a tensor is quantised: block, FP8 type, whether it has a column layout, and number of values.
+Kind = tuple[int, str, bool, int]
+#: A part of a tensor: rows, whether it wants a gradient, and, if it is the whole, whether its ``main_grad`` is always
+#: overwritten.
+Part = tuple[int, bool, bool]
 #: Options of a call, as :meth:`Traced.prepare` takes them.
-How = tuple[bool | None, bool | None, bool, bool]
-#: Shape, type and device of a tensor, and its quantisation.
-Described = tuple[tuple[int, ...], torch.dtype, torch.device, Kind | None]
+How = tuple[bool | None, bool | None, bool]
+#: Shape, type and device of a tensor, its quantisation, and its parts; a tensor in one piece is its own part.
+Described = tuple[tuple[int, ...], torch.dtype, torch.device, Kind | None, tuple[Part, ...]]
 
 
 class Facts(NamedTuple):
@@ -56,17 +59,24 @@ class Facts(NamedTuple):
     grad_input: Place | None
     grad_params: tuple[Place | None, ...]
     grad_extras: tuple[Place | None, ...]
+    #: For each parameter the rows of its parts, and whether each of them wants a gradient.
+    parts: tuple[tuple[int, ...], ...]
+    part_grads: tuple[tuple[bool, ...], ...]
     #: Shapes of the parameters, and types of their gradients.
     param_shapes: tuple[tuple[int, ...], ...]
     grad_dtypes: tuple[torch.dtype, ...]
     #: Columns and types of the extra inputs.
     extra_widths: tuple[int, ...]
     extra_dtypes: tuple[torch.dtype, ...]
-    #: Parameters whose gradients go into ``main_grad``, and those whose gradients wait for ``backward_dw``.
+    #: Parameters whose gradients go into ``main_grad``: those in one piece, and those in parts.
     fused: tuple[int, ...]
+    fused_parts: tuple[int, ...]
+    #: Parameters whose gradients wait for ``backward_dw``.
     deferred: tuple[int, ...]
     #: The deferred gradients that ``backward_dw`` adds to ``main_grad``.
     fused_later: tuple[int, ...]
+    #: Whether backward writes tensors that are not in the graph.
+    writes_elsewhere: bool
     #: Name of the memory of kept weights in a program; empty if a call has none.
     kept: str
     is_delayed: bool
@@ -77,7 +87,7 @@ class Facts(NamedTuple):
     def of(cls, call: native.TracedCall) -> Facts:
         """Return the facts of a native call."""
         any_grad = call.input_grad or any((*call.param_grads, *call.extra_grads))
-        elsewhere = {*call.fused, *call.deferred}
+        elsewhere = {*call.fused, *call.fused_parts, *call.deferred}
         return cls(
             call=call,
             number=call.number,
@@ -98,13 +108,17 @@ class Facts(NamedTuple):
                 place if wanted else None
                 for place, wanted in zip(call.grad_extras, call.extra_grads, strict=True)
             ),
+            parts=tuple(map(tuple, call.parts)),
+            part_grads=tuple(map(tuple, call.part_grads)),
             param_shapes=tuple(call.param_shapes),
             grad_dtypes=tuple(call.grad_dtypes),
             extra_widths=tuple(call.extra_widths),
             extra_dtypes=tuple(call.extra_dtypes),
             fused=tuple(call.fused),
+            fused_parts=tuple(call.fused_parts),
             deferred=tuple(call.deferred),
             fused_later=tuple(call.fused_later),
+            writes_elsewhere=bool(call.deferred) or call.fuses_parts,
             kept=f"memory of {call.weights}" if call.keeps_weights else "",
             is_delayed=call.is_delayed,
             any_grad=any_grad,
@@ -174,7 +188,6 @@ class Traced:
         key: str,
         tensors: tuple[Described, ...],
         extras: int,
-        wants: tuple[bool, ...],
         region: tuple[bool, int, bool],
         how: How,
     ) -> tuple[str, str] | None:
@@ -192,18 +205,14 @@ class Traced:
         key : str
             Name of the call for a trace.
         tensors : tuple
-            Shape, type and device of input, extra inputs and parameters, and how a parameter is quantised: block, FP8
-            type, and whether it has a column layout. Numbers of rows do not matter.
+            Input, extra inputs and parameters. Numbers of rows of inputs do not matter.
         extras : int
             Number of extra inputs.
-        wants : tuple of bool
-            Which of the tensors want a gradient.
         region : tuple
             Whether layers quantise, the number of the recipe, and whether the graph itself enters the region.
         how : tuple
             ``is_first_microbatch``; whether this is the first FP8 module of a region that the graph enters, None around
-            the graph; whether ``main_grad`` is overwritten whatever the microbatch; whether the graph keeps copies of
-            the scales that forward is given, for its recomputation.
+            the graph; whether the graph keeps copies of the scales that forward is given, for its recomputation.
         """
         from torch.utils._python_dispatch import _disable_current_modes
 
@@ -211,27 +220,22 @@ class Traced:
 
         try:
             with _disable_current_modes(), torch.no_grad(), as_entered(region):
-                self._describe(key, tensors, extras, wants, how)
+                self._describe(key, tensors, extras, how)
         except UnsupportedError:
             raise
         except TeFastError as error:
             return type(error).__name__, str(error)
         return None
 
-    def _describe(
-        self,
-        key: str,
-        tensors: tuple[Described, ...],
-        extras: int,
-        wants: tuple[bool, ...],
-        how: How,
-    ) -> None:
+    def _describe(self, key: str, tensors: tuple[Described, ...], extras: int, how: How) -> None:
         samples = [
             torch.empty((), dtype=dtype, device=device).expand(shape)
-            for shape, dtype, device, _ in tensors
+            for shape, dtype, device, *_ in tensors
         ]
         at = 1 + extras
-        given = [kind for *_, kind in tensors[at:]]
+        given = [kind for *_, kind, _ in tensors[at:]]
+        parts = [parts for *_, parts in tensors]
+        wants = [any(wanted for _, wanted, _ in one) for one in parts[:at]]
         owner: Any = self.owner()
         if owner is not None and any(kind is not None for kind in given):
             owner._check_quantized_weights(FP8GlobalStateManager.get_fp8_recipe())
@@ -240,7 +244,7 @@ class Traced:
             samples[0],
             samples[1:at],
             samples[at:],
-            (wants[0], wants[at:], wants[1:at]),
+            (wants[0], parts[at:], wants[1:]),
             how,
             given,
         )

@@ -454,12 +454,6 @@ class ProgramLayer(TransformerEngineBaseModule):
 
     def _note_form(self) -> None:
         """Tell traces what the layer is; a compiled function that knows another form is compiled again."""
-        refusal = ""
-        if self.fuse_wgrad_accumulation and not self._is_whole():
-            refusal = (
-                "fuse_wgrad_accumulation with a weight in parts cannot be traced; make the layer without "
-                "fuse_wgrad_accumulation, or with one weight (no parameters_split, single_grouped_weight=True)"
-            )
         form = Form(
             features=(self._FEATURES, getattr(self, self._FEATURES)),
             parameters=self._traced_names(),
@@ -468,7 +462,6 @@ class ProgramLayer(TransformerEngineBaseModule):
             is_shared=bool(self._exchange),
             is_recomputed=self.checkpoint,
             returns_bias=self._returns_bias(),
-            refusal=refusal,
         )
         self._traced.form = text_of(form)
 
@@ -493,7 +486,10 @@ class ProgramLayer(TransformerEngineBaseModule):
     _prepare_on_ranks._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def _run_traced_on_ranks(
-        self, x: torch.Tensor, params: list[torch.Tensor], is_first_microbatch: bool | None
+        self,
+        x: torch.Tensor,
+        params: list[tuple[torch.Tensor, ...]],
+        is_first_microbatch: bool | None,
     ) -> Any:
         self._prepare_on_ranks()
         run = self._in_graphs.run

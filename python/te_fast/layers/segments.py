@@ -11,6 +11,7 @@ from te_fast.graphs.traced import Traced
 from te_fast.parallel import in_graphs
 from te_fast.parallel.segment import Run, Segment
 from te_fast.runtime import native, rows
+from te_fast.runtime.parts import joined
 
 if TYPE_CHECKING:
     from te_fast.layers.program import ProgramLayer
@@ -113,7 +114,7 @@ class SegmentsInGraphs:
         self,
         layer: ProgramLayer,
         x: torch.Tensor,
-        parameters: list[torch.Tensor],
+        parameters: list[tuple[torch.Tensor, ...]],
         is_first_microbatch: bool | None,
     ) -> Any:
         """Run the layer under a tracer; return its result, and the norm's result if the layer returns it."""
@@ -131,7 +132,7 @@ class SegmentsInGraphs:
         y = operators.apply(self.body, layer, whole, (), tuple(body), is_first_microbatch)
         y = ranks.behind(exchange, y)
         if tail is not None:
-            y = y + tail.to(y.dtype)
+            y = y + joined(list(tail)).to(y.dtype)
         if not layer.return_layernorm_output:
             return y
         return y, whole if layer.return_layernorm_output_gathered else normed

@@ -491,8 +491,8 @@ class BasicOperation(FusibleOperation, RecipeStateModule, metaclass=abc.ABCMeta)
         """Tell whether each expert has a parameter, which programs beside Python operations do not take."""
         return False
 
-    def _stacks(self) -> list[torch.Tensor] | None:
-        """Return the joined parameters for programs; None if programs read the parameters themselves."""
+    def _parts_of_parameters(self) -> list[tuple[torch.Tensor, ...]] | None:
+        """Return the parts of each parameter of programs; None if no parameter has parts."""
         return None
 
     def _counts_of_rows(self, counts: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -66,7 +66,6 @@ def prepare(
             step.states = SegmentStates(fuser, plan, step)
             step.traced = Traced(step.program, step.states, fuser._name)
         if step.segment is not None:
-            _refuse_quantized_weights(fuser, step)
             _prepare_on_ranks(fuser, step, step.segment.ranks.group)
             step.exchange, first = step.segment.exchange, step.segment.first
             # Calls outside of graphs compute a weight's gradient after a collective.
@@ -76,16 +75,6 @@ def prepare(
             _prepare_on_ranks(fuser, step, step.op.process_group)
     # A new dictionary: a trace that has read the former one would not see additions to it.
     fuser._traced_plans = {**fuser._traced_plans, key: plan}
-
-
-def _refuse_quantized_weights(fuser: OperationFuser, step: Step) -> None:
-    ops: list[Any] = [fuser._basic_ops[index] for index in step.indices]
-    if any(op._quantized_weights() for op in ops if op._takes_to_fp8):
-        message = (
-            f"{fuser._name}: torch.compile takes no quantised weights that ranks share yet; call the operations "
-            "outside of it, or make them without quantized_model_init"
-        )
-        raise UnsupportedError(message)
 
 
 def _prepare_on_ranks(fuser: OperationFuser, step: Step, group: Any) -> None:
@@ -142,10 +131,10 @@ def _parameters(plan: Plan, index: int) -> list[torch.Tensor]:
     return [p for owner in plan.parameters[index] for p in owner.values() if p is not None]
 
 
-def _read(plan: Plan, index: int) -> list[torch.Tensor]:
-    """Return the parameters of a basic operation that the program reads."""
-    stacks = plan.ops[index]._stacks()
-    return _parameters(plan, index) if stacks is None else stacks
+def _read(plan: Plan, index: int) -> list[tuple[torch.Tensor, ...]]:
+    """Return the parts of the parameters of a basic operation that the program reads."""
+    parts = plan.ops[index]._parts_of_parameters()
+    return [(whole,) for whole in _parameters(plan, index)] if parts is None else parts
 
 
 def _run_in_python(

@@ -18,6 +18,33 @@ from te_fast.tensor.tensor import Float8TensorBase
 _LAYOUTS = (("row", "row_scale"), ("col", "col_scale"))
 
 
+_UNLIKE = (
+    "the quantised weights of experts must be of one shape, FP8 type, scaling and device, and have "
+    "a layout in common"
+)
+
+
+def check_alike(parts: Sequence[Any]) -> None:
+    """Raise unless quantised parts can be one quantised tensor.
+
+    Raises
+    ------
+    ShapeError
+        If the parts differ in shape, type or scaling.
+    """
+    first = parts[0]
+    for part in parts[1:]:
+        is_alike = isinstance(part, Float8TensorBase) and _outside(part) == _outside(first)
+        if not is_alike or first._value.groups != 1:
+            raise ShapeError(_UNLIKE)
+
+
+def _outside(part: Any) -> tuple[Any, ...]:
+    value = part._value
+    kind = value.block, value.fp8, value.groups, value.row is None
+    return (*kind, part.shape, part.dtype, part.device)
+
+
 def stack_of(parts: Sequence[Any]) -> Any:
     """Return adjacent quantised parts as one quantised tensor, along their first dimension.
 
@@ -29,11 +56,7 @@ def stack_of(parts: Sequence[Any]) -> Any:
     first = parts[0]
     value = native.stack_values([part._value for part in parts])
     if value is None:
-        message = (
-            "the quantised weights of experts must be of one shape, FP8 type, scaling and device, and have a layout in "
-            "common"
-        )
-        raise ShapeError(message)
+        raise ShapeError(_UNLIKE)
     rows = sum(part.shape[0] for part in parts)
     return first._of_value(value, (rows, *first.shape[1:]), first.dtype, None)
 

@@ -23,9 +23,10 @@ def _dequantize(
     block: int,
     fp8: str,
     columnwise: bool,
+    groups: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    value = native.QuantizedValue(block, fp8, None, None, None, None)
+    value = native.QuantizedValue(block, fp8, None, None, None, None, groups)
     if not columnwise:
         value.row, value.row_scale = data, scale
     else:
@@ -41,14 +42,20 @@ def _fake(
     block: int,
     fp8: str,
     columnwise: bool,
+    groups: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    shape = (*data.shape[1:], *data.shape[:1]) if columnwise else data.shape
+    shape = data.shape
+    if columnwise and groups != 1:
+        shape = torch.Size((shape[0], *shape[2:], shape[1]))
+    elif columnwise:
+        shape = torch.Size((*shape[1:], shape[0]))
     return data.new_empty(shape, dtype=dtype)
 
 
 register(
-    "dequantize_value(Tensor data, Tensor scale, int block, str fp8, bool columnwise, ScalarType dtype) -> Tensor",
+    "dequantize_value(Tensor data, Tensor scale, int block, str fp8, bool columnwise, int groups, ScalarType dtype) "
+    "-> Tensor",
     _dequantize,
     _fake,
 )
@@ -61,7 +68,7 @@ def dequantized(value: native.QuantizedValue, dtype: torch.dtype) -> torch.Tenso
     if data is None or scale is None or not is_traced(data):
         return value.dequantize(dtype)
     made: torch.Tensor = torch.ops.te_fast.dequantize_value(
-        data, scale, value.block, value.fp8, columnwise, dtype
+        data, scale, value.block, value.fp8, columnwise, value.groups, dtype
     )
     return made
 

@@ -63,7 +63,7 @@ mod _native {
     #[pymodule_export]
     use crate::direct::router::{router_backward, router_forward};
     #[pymodule_export]
-    use crate::graphs::backward::{traced_backward, traced_defer_nothing};
+    use crate::graphs::backward::{traced_backward, traced_on_nothing};
     #[pymodule_export]
     use crate::graphs::call::{TracedCall, traced_call};
     #[pymodule_export]

@@ -24,7 +24,7 @@ from te_fast.ops.op import ALONE, Beside, OperationContext, PerOp
 from te_fast.runtime import native
 from te_fast.runtime.capturing import is_graph_capturing
 from te_fast.runtime.compiling import is_traced
-from te_fast.runtime.parts import compute_deferred, joined, lay_together
+from te_fast.runtime.parts import compute_deferred, lay_together
 from te_fast.runtime.splits import check_in_debug
 from te_fast.tensor import primary, stacks
 from te_fast.tensor.of_recipe import ONE, Stack
@@ -267,9 +267,9 @@ class GroupedLinear(ExtraTensorOperation, WeightedOperation):
             names = self._bias_names
             program.grouped_bias(label, self._parameters, names, count, self.out_features)
 
-    def _stacks(self) -> list[torch.Tensor]:
+    def _parts_of_parameters(self) -> list[tuple[torch.Tensor, ...]]:
         lists = [self._weight_names, self._bias_names]
-        return [joined([getattr(self, name) for name in names]) for names in lists if names]
+        return [tuple([getattr(self, name) for name in names]) for names in lists if names]
 
     def _result_type(
         self,

@@ -9,7 +9,6 @@ use smallvec::SmallVec;
 use te_fast_core::Error;
 use te_fast_core::base::dtype::{DType, Device};
 use te_fast_core::base::pointer::DevPtr;
-use te_fast_core::base::tensor::TensorView;
 use te_fast_core::cuda::device::is_capturing;
 use te_fast_core::program::{Port, Program, SizedProgram};
 use te_fast_core::quant::value::WeightBuffer;
@@ -18,15 +17,15 @@ use te_fast_core::runtime::lane::Place;
 
 use crate::error::Failure;
 use crate::graphs::OP;
-use crate::graphs::call::{TracedCall, program_for};
+use crate::graphs::call::{Elsewhere, TracedCall, named_by, program_for};
 use crate::graphs::given::Layout;
 use crate::graphs::launch::Launch;
+use crate::graphs::main_grads::{Memory, Target, begin_parts, refuse_capture};
 use crate::graphs::operands::{Operand, Operands};
 use crate::graphs::registry::{Operator, Otherwise};
 use crate::graphs::slots::slots_of;
 use crate::program::check::check_grad;
 use crate::program::handle::ProgramHandle;
-use crate::program::main_grad::check_main_grad;
 use crate::program::weight::{WaitingGrad, WaitingOperands, WaitingRows};
 use crate::torch::process::{State, state};
 
@@ -34,7 +33,7 @@ use crate::torch::process::{State, state};
 ///
 /// `reads` are the gradients of output and extra outputs, the buffer of forward, the tensors that [`TracedCall`] names,
 /// and quantised weights. `writes` are the gradients of input, parameters and extra inputs that are separate tensors, and
-/// `main_grad`.
+/// each `main_grad` of a weight in one piece.
 #[pyfunction]
 #[pyo3(signature = (reads, writes, program, call, /))]
 pub(crate) fn traced_backward<'py>(
@@ -54,29 +53,33 @@ pub(crate) fn traced_backward<'py>(
     if is_last { Operator::otherwise(py, Otherwise::AfterBackward, (reads.get_item(0)?,)) } else { Ok(()) }
 }
 
-/// Notes for `backward_dw` that a backward on no rows has gradients of zeros.
+/// Lets a backward on no rows have gradients of zeros, for `backward_dw` and in the `main_grad`s of parts.
 #[pyfunction]
 #[pyo3(signature = (program, call, /))]
-pub(crate) fn traced_defer_nothing(program: &Bound<'_, PyAny>, call: i64) -> PyResult<()> {
+pub(crate) fn traced_on_nothing(program: &Bound<'_, PyAny>, call: i64) -> PyResult<()> {
     let py = program.py();
-    let operator = Operator::find(state(py)?, program, call).map_err(|failure| failure.named(None))?;
+    let state = state(py)?;
+    let operator = Operator::find(state, program, call).map_err(|failure| failure.named(None))?;
     let traced = operator.call.get();
     for linear in (0..traced.key.linears.len()).filter(|&linear| traced.key.linears[linear].deferred) {
         let Some((weight, param)) = ProgramHandle::linear_at(&operator.program, linear)? else { break };
         if traced.elsewhere.deferred.contains(&param) {
-            let overwrite_main_grad = traced.overwrites_main_grad();
+            let overwrite_main_grad = traced.is_first_microbatch();
             let waiting = WaitingGrad { operands: WaitingOperands::NoRows, overwrite_main_grad };
             weight.bind(py).try_borrow_mut()?.waiting.push_back(waiting);
         }
     }
-    Ok(())
+    let Elsewhere { fused_parts, begun, .. } = &traced.elsewhere;
+    let begun = begin_parts(state, &operator.program, traced, fused_parts, true)
+        .and_then(|()| begin_parts(state, &operator.program, traced, begun, false));
+    begun.map_err(|failure| named_by(&operator.program, failure))
 }
 
 /// A running backward.
 #[derive(Default)]
 struct Run<'a, 'py> {
     launch: Launch<'a>,
-    main_grads: SmallVec<[(usize, TensorView<'a>); 2]>,
+    main_grads: SmallVec<[Target<'py>; 2]>,
     /// For each linear op with a delayed weight gradient, its number and the operands.
     waiting: SmallVec<[(usize, Bound<'py, PyAny>); 2]>,
     /// Weights that are quantised parameters, by linear op.
@@ -111,11 +114,19 @@ fn backward<'a, 'py>(
         run.launch.slots = slots_of(handle)?;
     }
     for &param in &traced.elsewhere.fused {
-        let view = to.take()?.view;
-        check_main_grad(&view, &traced.param_shapes[param], key.device)?;
-        run.main_grads.push((param, view));
+        run.main_grads.push(Target::of_whole(traced, param, to)?);
     }
-    run.launch(state, py, (program, &sized, place), traced.overwrites_main_grad())?;
+    if traced.fuses_parts() {
+        refuse_capture(place)?;
+    }
+    for &param in &traced.elsewhere.fused_parts {
+        run.main_grads.push(Target::of_parts(state, handle, (traced, program), param)?);
+    }
+    begin_parts(state, handle, traced, &traced.elsewhere.begun, false)?;
+    run.launch(state, py, (program, &sized, place))?;
+    for target in run.main_grads.drain(..) {
+        target.give(traced)?;
+    }
     if !run.waiting.is_empty() {
         run.put_off(handle, traced, (program, &sized))?;
     }
@@ -203,8 +214,13 @@ impl<'a, 'py> Run<'a, 'py> {
         state: &State,
         py: Python<'_>,
         (program, sized, place): (&Program, &SizedProgram, Place),
-        overwrites: bool,
     ) -> Result<(), Failure> {
+        let mut targets = SmallVec::<[(usize, usize, Memory<'_>); 2]>::new();
+        for target in &self.main_grads {
+            let mut linears = 0..program.key().linears.len();
+            let Some(linear) = linears.find(|&linear| program.linear_param(linear) == target.param) else { continue };
+            targets.push((linear, target.param, target.memory(state)?));
+        }
         let external = Dispatcher::external_bytes(place, sized.backward_scratch())?;
         let scratch = state.optional_bytes(py, place.device, external.bytes())?;
         let memory = external.memory(state.pointer(scratch.as_ref())?);
@@ -220,12 +236,10 @@ impl<'a, 'py> Run<'a, 'py> {
         }
         {
             let mut dispatcher = state.dispatcher(py)?;
-            for (param, view) in &self.main_grads {
-                let mut linears = 0..program.key().linears.len();
-                let Some(linear) = linears.find(|&linear| program.linear_param(linear) == *param) else { continue };
-                let (kind, address) = ((view.dtype(), !overwrites), view.data().address());
+            for (linear, param, (memory, dtype, accumulates)) in targets {
+                let (kind, address) = ((dtype, accumulates), memory.address());
                 let plan = program.weight_grad_plan(&mut dispatcher.0, sized.rows(), linear, kind, address)?;
-                call.set(Port::GradParam(*param as u16), view.data());
+                call.set(Port::GradParam(param as u16), memory);
                 call.set_weight_grad(linear, plan);
             }
             sized.run_backward(&mut dispatcher.0.lane(place, sized.backward_scratch(), memory)?, call)?;
@@ -269,7 +283,7 @@ impl<'a, 'py> Run<'a, 'py> {
                 saved: saved.clone_ref(py),
                 grad: grad.unbind(),
             });
-            let waiting = WaitingGrad { operands, overwrite_main_grad: traced.overwrites_main_grad() };
+            let waiting = WaitingGrad { operands, overwrite_main_grad: traced.is_first_microbatch() };
             weight.bind(py).try_borrow_mut()?.waiting.push_back(waiting);
         }
         Ok(())

@@ -16,7 +16,8 @@ use te_fast_core::recipe::region::{Former, Given, Region};
 
 use crate::error::Failure;
 use crate::graphs::OP;
-use crate::graphs::kinds::GivenKind;
+use crate::graphs::kinds::{Described, GivenKind};
+use crate::graphs::parts::{Part, Parts};
 use crate::program::check::check;
 use crate::program::handle::{ProgramHandle, PyProgram, Tuples};
 use crate::program::tensors::{Tensors, float, typed, typed_extras};
@@ -34,13 +35,14 @@ pub(crate) struct TracedCall {
     pub(super) microbatch: Microbatch,
     /// For a region that the graph enters itself, whether this call is its first FP8 module; else none.
     pub(super) is_first: Option<bool>,
-    pub(super) overwrites_main_grad: bool,
     /// Whether forward gets the graph's copies of scales, which its recomputation gets, too.
     pub(super) keeps_scales: bool,
     /// Columns of output and extra outputs.
     pub(super) widths: Vec<usize>,
     /// Bytes for backward: for no rows, and for each step of rows.
     pub(super) saved: (usize, usize),
+    /// The parts of each parameter.
+    pub(super) parts: Vec<Parts>,
     /// Parameters that are quantised tensors, by number.
     pub(super) given: Vec<Option<GivenKind>>,
     /// For each linear op, bytes of the row and the column layout of its weight; none if the parameter itself is
@@ -204,10 +206,40 @@ impl TracedCall {
         self.extra_cols.clone()
     }
 
-    /// Parameters whose gradients go into `main_grad`.
+    /// The rows of each parameter's parts.
+    #[getter]
+    fn parts(&self) -> Vec<Vec<i64>> {
+        self.parts.iter().map(|parts| parts.iter().map(|part| part.rows).collect()).collect()
+    }
+
+    /// Parts whose gradients backward makes, for each parameter.
+    #[getter]
+    fn part_grads(&self) -> Vec<Vec<bool>> {
+        self.parts.iter().map(|parts| parts.iter().map(|part| part.wanted).collect()).collect()
+    }
+
+    /// Whether gradients go into `main_grad`s of parts, which are not in the graph.
+    #[getter]
+    pub(super) fn fuses_parts(&self) -> bool {
+        !(self.elsewhere.fused_parts.is_empty() && self.elsewhere.begun.is_empty())
+    }
+
+    /// Parameters in one piece whose gradients go into `main_grad`.
     #[getter]
     fn fused(&self) -> Vec<usize> {
         self.elsewhere.fused.clone()
+    }
+
+    /// The same for parameters in parts.
+    #[getter]
+    fn fused_parts(&self) -> Vec<usize> {
+        self.elsewhere.fused_parts.clone()
+    }
+
+    /// For each parameter, whether its `main_grad` is overwritten instead of added to.
+    #[getter]
+    fn overwritten(&self) -> Vec<bool> {
+        (0..self.parts.len()).map(|param| self.overwrites_main_grad(param)).collect()
     }
 
     /// Parameters whose gradients are delayed until `backward_dw`.
@@ -227,12 +259,6 @@ impl TracedCall {
         self.region.as_ref().filter(|_| self.key.any_rows).map_or(0, |(region, _)| region.recipe.missing_rows(rows))
     }
 
-    /// Whether `main_grad` is overwritten instead of added to.
-    #[getter]
-    pub(super) fn overwrites_main_grad(&self) -> bool {
-        self.microbatch == Microbatch::First || self.overwrites_main_grad
-    }
-
     /// Whether the call quantises with scales of delayed scaling.
     #[getter]
     pub(super) fn is_delayed(&self) -> bool {
@@ -241,10 +267,35 @@ impl TracedCall {
 }
 
 impl TracedCall {
-    /// Of each of those that backward reads in FP8, whether it reads the column layout.
+    /// Whether each `main_grad` is overwritten instead of added to.
+    pub(super) fn is_first_microbatch(&self) -> bool {
+        self.microbatch == Microbatch::First
+    }
+
+    /// Whether the `main_grad` of a parameter in one piece is overwritten instead of added to.
+    pub(super) fn overwrites_main_grad(&self, param: usize) -> bool {
+        self.is_first_microbatch() || self.parts[param].iter().any(|part| part.overwrites)
+    }
+
+    /// Of each part of a quantised parameter that backward reads in FP8, whether it reads the column layout.
     pub(super) fn given_columns(&self) -> Vec<bool> {
-        let read = self.weight_params.iter().zip(&self.reads_weight).filter(|(_, reads)| **reads);
-        read.filter_map(|(&param, _)| self.given[param]).map(|kind| kind.columnwise).collect()
+        let of_parts = |param: usize| {
+            let kind = self.given[param]?;
+            Some(std::iter::repeat_n(kind.columnwise, self.parts[param].len()))
+        };
+        self.weights_that_backward_reads().filter_map(of_parts).flatten().collect()
+    }
+
+    /// The parameters that are weights which backward reads in FP8, in the order of the linear ops.
+    pub(super) fn weights_that_backward_reads(&self) -> impl Iterator<Item = usize> + '_ {
+        let in_fp8 = self.weights.len(); // none in high precision
+        let read = self.weight_params.iter().zip(&self.reads_weight).take(in_fp8).filter(|(_, reads)| **reads);
+        read.map(|(&param, _)| param)
+    }
+
+    /// Whether a parameter consists of several parts.
+    pub(super) fn has_parts(&self) -> bool {
+        self.parts.iter().any(|parts| parts.len() > 1)
     }
 
     /// Outputs that are new tensors, with the columns of each.
@@ -278,9 +329,16 @@ impl TracedCall {
 
     /// Parameters whose gradients are results of backward.
     pub(super) fn new_param_grads(&self) -> impl Iterator<Item = usize> + '_ {
-        let Elsewhere { fused, deferred, .. } = &self.elsewhere;
+        let Elsewhere { fused, fused_parts, deferred, .. } = &self.elsewhere;
         let wanted = self.key.params.iter().enumerate().filter(|(_, (_, grad))| *grad).map(|(param, _)| param);
-        wanted.filter(move |param| !fused.contains(param) && !deferred.contains(param))
+        wanted.filter(move |param| ![fused, fused_parts, deferred].iter().any(|list| list.contains(param)))
+    }
+
+    /// The same with its text and number.
+    fn numbered(mut self) -> Self {
+        self.text = self.described();
+        self.number = number_of(&self.text);
+        self
     }
 
     fn described(&self) -> String {
@@ -299,10 +357,11 @@ impl TracedCall {
         for call in &key.linears {
             let _ = write!(text, "{}{}", u8::from(call.deferred), u8::from(call.save_original_input));
         }
-        let region = (self.microbatch, self.is_first, self.overwrites_main_grad, self.keeps_scales);
-        let made = (&self.elsewhere.fused, &self.elsewhere.fused_later, &self.widths, self.saved, &self.weights);
+        let region = (self.microbatch, self.is_first, self.keeps_scales);
+        let Elsewhere { fused, fused_parts, fused_later, begun, .. } = &self.elsewhere;
+        let made = (fused, fused_parts, fused_later, begun, &self.widths, self.saved, &self.weights);
         let places = (&self.outputs, self.grad_input, &self.grad_extras, &self.reads, &self.reads_weight);
-        let _ = write!(text, "{region:?}{made:?}{places:?}{:?}", self.param_shapes);
+        let _ = write!(text, "{region:?}{made:?}{places:?}{:?}{:?}", self.param_shapes, self.parts);
         if self.given.iter().any(Option::is_some) {
             let _ = write!(text, "{:?}", self.given);
         }
@@ -399,13 +458,16 @@ impl Drop for Entered<'_> {
 }
 
 /// `is_first_microbatch`; whether this is the first FP8 module of a region that the graph enters itself, none for a region around
-/// the graph; whether `main_grad` is overwritten for every microbatch; whether the graph keeps forward's scales.
-type How = (Option<bool>, Option<bool>, bool, bool);
+/// the graph; whether the graph keeps forward's scales.
+type How = (Option<bool>, Option<bool>, bool);
+
+/// Whether the input wants a gradient; for each part of each parameter its rows, whether it wants a gradient, and whether its
+/// `main_grad` is overwritten in every microbatch; whether the extra inputs want a gradient.
+type Wants = (bool, Vec<Vec<(i64, bool, bool)>>, Vec<bool>);
 
 /// Describes calls of a program in the region in force: of inputs like `x` and `extras`, whose values do not matter.
 ///
-/// `wants` tells which of input, parameters and extra inputs need a gradient. `given` has the block, the FP8 type, and
-/// the presence of a column layout for each parameter that is a quantised tensor.
+/// `given` describes the parameters that are quantised tensors.
 #[pyfunction]
 #[pyo3(signature = (handle, x, extras, params, wants, how, given, /))]
 #[expect(clippy::needless_pass_by_value, reason = "what PyO3 calls with")]
@@ -414,14 +476,15 @@ pub(crate) fn traced_call<'py>(
     x: &Bound<'py, PyAny>,
     extras: Vec<Bound<'py, PyAny>>,
     params: Vec<Bound<'py, PyAny>>,
-    wants: (bool, Vec<bool>, Vec<bool>),
+    wants: Wants,
     how: How,
-    given: Vec<Option<(u8, String, bool)>>,
+    given: Vec<Option<Described>>,
 ) -> PyResult<TracedCall> {
     let describe = || -> Result<TracedCall, Failure> {
         let state = state(x.py())?;
         let tensors = Tensors::read(state, x, &extras, &params)?;
-        let (key, region) = key_of(state, handle, &tensors, &wants)?;
+        let parts: Vec<Parts> = wants.1.iter().map(|parts| parts.iter().map(part_of).collect()).collect();
+        let (key, region) = key_of(state, handle, &tensors, (wants.0, &parts, &wants.2))?;
         let _guard = state.guard(x.py(), key.device)?;
         let recipe = region.as_ref().map(|(region, _)| &region.recipe);
         let shapes: Vec<_> = tensors.params.iter().map(|param| param.shape().into()).collect();
@@ -439,7 +502,7 @@ pub(crate) fn traced_call<'py>(
             (Some(_), _) => (0, 0),
             (None, layout) => (layout.row_bytes, layout.col_bytes),
         };
-        let mut call = TracedCall {
+        let call = TracedCall {
             widths: program.result_cols().collect(),
             saved: (2 * one.saved_bytes() - two.saved_bytes(), two.saved_bytes() - one.saved_bytes()),
             weights: linears.clone().filter(|_| region.is_some()).map(bytes).collect(),
@@ -453,19 +516,17 @@ pub(crate) fn traced_call<'py>(
             grad_input: program.grad_input(),
             grad_extras: program.grad_extras().to_vec(),
             microbatch: how.0.into(),
-            elsewhere: Elsewhere::of(handle, program)?,
+            elsewhere: Elsewhere::of(handle, program, how.0.into())?,
+            parts,
             given,
             key,
             region,
             is_first: how.1,
-            overwrites_main_grad: how.2,
-            keeps_scales: how.3,
+            keeps_scales: how.2,
             text: String::new(),
             number: 0,
         };
-        call.text = call.described();
-        call.number = number_of(&call.text);
-        Ok(call)
+        Ok(call.numbered())
     };
     describe().map_err(|failure| named_by(handle, failure))
 }
@@ -485,7 +546,7 @@ fn key_of(
     state: &State,
     handle: &Bound<'_, ProgramHandle>,
     tensors: &Tensors<'_>,
-    wants: &(bool, Vec<bool>, Vec<bool>),
+    (wants_input, parts, wanted_extras): (bool, &[Parts], &[bool]),
 ) -> Result<(ProgramKey, InForce), Failure> {
     let py = handle.py();
     let (region, given, any_rows) = {
@@ -493,15 +554,16 @@ fn key_of(
         let region = *dispatcher.0.autocast.current();
         (region, dispatcher.0.autocast.given().cloned(), dispatcher.0.auto_pad)
     };
+    let wanted: Vec<bool> = parts.iter().map(|parts| parts.iter().any(|part| part.wanted)).collect();
     let key = ProgramKey {
         epoch: region.enabled.then_some(region.epoch),
         cols: tensors.x.shape().last().map_or(1, |&cols| cols as usize),
         activation: float(&tensors.x, "the input")?,
         device: tensors.x.device(),
         any_rows,
-        input_grad: wants.0,
-        params: typed(&tensors.params, &wants.1, "a parameter")?,
-        extras: typed_extras(&tensors.extras, &wants.2),
+        input_grad: wants_input,
+        params: typed(&tensors.params, &wanted, "a parameter")?,
+        extras: typed_extras(&tensors.extras, wanted_extras),
         linears: handle.try_borrow()?.linear_calls(py)?.to_vec(),
         outer: OuterKinds::default(),
     };
@@ -511,16 +573,20 @@ fn key_of(
 /// Parameters whose gradients are not results of backward.
 #[derive(Debug, Default)]
 pub(super) struct Elsewhere {
-    /// Those that go into `main_grad`.
+    /// Those of parameters in one piece that go into `main_grad`.
     pub(super) fused: Vec<usize>,
+    /// Those that go into the `main_grad`s of a parameter's parts.
+    pub(super) fused_parts: Vec<usize>,
     /// Those that wait for `backward_dw`.
     pub(super) deferred: Vec<usize>,
     /// Delayed gradients that `backward_dw` adds to `main_grad`.
     pub(super) fused_later: Vec<usize>,
+    /// Delayed gradients of parts in the first microbatch: backward sets the `main_grad`s to zero.
+    pub(super) begun: Vec<usize>,
 }
 
 impl Elsewhere {
-    fn of(handle: &Bound<'_, ProgramHandle>, program: &Program) -> Result<Self, Failure> {
+    fn of(handle: &Bound<'_, ProgramHandle>, program: &Program, microbatch: Microbatch) -> Result<Self, Failure> {
         let mut found = Self::default();
         for (linear, call) in program.key().linears.iter().enumerate() {
             let param = program.linear_param(linear);
@@ -528,9 +594,16 @@ impl Elsewhere {
             if !program.key().params[param].1 {
                 continue;
             }
-            let fuses = weight.bind(handle.py()).try_borrow()?.fuse_wgrad_accumulation;
-            if fuses {
-                if call.deferred { found.fused_later.push(param) } else { found.fused.push(param) }
+            let in_parts = fuses_parts(handle, param)?;
+            let fuses = in_parts || weight.bind(handle.py()).try_borrow()?.fuse_wgrad_accumulation;
+            match (fuses, call.deferred) {
+                (true, true) => found.fused_later.push(param),
+                (true, false) if in_parts => found.fused_parts.push(param),
+                (true, false) => found.fused.push(param),
+                (false, _) => {}
+            }
+            if in_parts && call.deferred && microbatch == Microbatch::First {
+                found.begun.push(param);
             }
             if call.deferred {
                 found.deferred.push(param);
@@ -538,6 +611,16 @@ impl Elsewhere {
         }
         Ok(found)
     }
+}
+
+/// Whether gradients go into the `main_grad`s of a parameter's parts.
+fn fuses_parts(handle: &Bound<'_, ProgramHandle>, param: usize) -> Result<bool, Failure> {
+    let handle = handle.try_borrow()?;
+    Ok(handle.params.get(param).is_some_and(|param| param.fuses && !param.parts.is_empty()))
+}
+
+fn part_of(&(rows, wanted, overwrites): &(i64, bool, bool)) -> Part {
+    Part { rows, wanted, overwrites }
 }
 
 #[cold]

@@ -1,4 +1,4 @@
-//! Parameters that are quantised tensors, in a compiled call: each is two tensors, bytes and scales.
+//! Parameters that are quantised tensors, in a compiled call: each is two tensors, bytes and scales, or a stack of them.
 //!
 //! Python takes them apart when torch dispatches an operator, so that a graph has only inner tensors. The trace decides
 //! which layout backward reads.
@@ -67,7 +67,7 @@ fn layout<'a>(
     nominal: &TensorView<'_>,
     columnwise: bool,
 ) -> Result<Quantized<'a>, Failure> {
-    check_layout((kind.block, 1), (data, scale), (nominal.device(), nominal), columnwise)?;
+    check_layout((kind.block, kind.groups), (data, scale), (nominal.device(), nominal), columnwise)?;
     Ok(Quantized { data: data.data(), scale: scale.data() })
 }
 
@@ -94,8 +94,9 @@ impl<'a, 'py> Layout<'a, 'py> {
             return Ok(Some(Self::There(given)));
         }
         let py = data.object.py();
-        let row = (data.object.clone(), scale.object.clone());
-        let (col, col_scale) = QuantizedValue::of_row(kind.block, kind.fp8, row).columns(py, false)?;
+        let row = [data.object.clone(), scale.object.clone()];
+        let value = QuantizedValue::of_row((kind.block, kind.groups), kind.fp8, row);
+        let (col, col_scale) = value.columns(py, false)?;
         Ok(Some(Self::Made(col, col_scale.unwrap_or_else(|| scale.object.clone()))))
     }
 

@@ -19,6 +19,8 @@ pub(super) struct Operands<'a, 'py> {
     objects: &'a [Bound<'py, PyAny>],
     views: SmallVec<[TensorView<'a>; 12]>,
     next: usize,
+    /// All tensors that the operator was given, and for each of these the end of its parts among them; none without parts.
+    parts: Option<(&'a [Bound<'py, PyAny>], &'a [usize])>,
 }
 
 /// One tensor, and the view of it or of its copy.
@@ -26,6 +28,8 @@ pub(super) struct Operands<'a, 'py> {
 pub(super) struct Operand<'a, 'py> {
     pub(super) object: &'a Bound<'py, PyAny>,
     pub(super) view: TensorView<'a>,
+    /// The tensors that it was joined from, or itself.
+    pub(super) parts: &'a [Bound<'py, PyAny>],
 }
 
 impl<'a, 'py> Operands<'a, 'py> {
@@ -40,7 +44,13 @@ impl<'a, 'py> Operands<'a, 'py> {
         copies: &'a [Bound<'py, PyAny>],
     ) -> Result<Self, Failure> {
         let views = copies.iter().map(|object| view_of(&state.reader, object, "a tensor of a compiled call"));
-        Ok(Self { objects, views: views.collect::<Result<_, Error>>()?, next: 0 })
+        Ok(Self { objects, views: views.collect::<Result<_, Error>>()?, next: 0, parts: None })
+    }
+
+    /// Notes from which of the operator's tensors these were joined.
+    pub(super) fn of_parts(mut self, given: &'a [Bound<'py, PyAny>], ends: &'a [usize]) -> Self {
+        self.parts = Some((given, ends));
+        self
     }
 
     /// Copies of tensors that kernels cannot read; none if kernels can read all.
@@ -75,7 +85,7 @@ impl<'a, 'py> Operands<'a, 'py> {
 
     /// The next tensors, without taking them.
     pub(super) fn peek(&self, count: usize) -> Result<SmallVec<[Operand<'a, 'py>; 4]>, Error> {
-        let mut ahead = Self { objects: self.objects, views: self.views.clone(), next: self.next };
+        let mut ahead = Self { views: self.views.clone(), ..*self };
         (0..count).map(|_| ahead.take()).collect()
     }
 
@@ -83,8 +93,13 @@ impl<'a, 'py> Operands<'a, 'py> {
         let missing =
             || Error::state(OP, "a compiled call brings fewer tensors than it was traced with; compile it again");
         let object = self.objects.get(self.next).ok_or_else(missing)?;
+        let (at, own) = (self.next, std::slice::from_ref(object));
         self.next += 1;
-        Ok(Operand { object, view: self.views[self.next - 1] })
+        let parts = self.parts.map_or(own, |(given, ends)| match at {
+            0 => &given[..ends[0]],
+            _ => &given[ends[at - 1]..ends[at]],
+        });
+        Ok(Operand { object, view: self.views[at], parts })
     }
 
     /// Takes the next tensor, with at least a number of elements of a type, on the device.

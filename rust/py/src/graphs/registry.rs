@@ -12,6 +12,7 @@ use crate::error::{Failure, IntoPython};
 use crate::graphs::OP;
 use crate::graphs::call::{TracedCall, named_by};
 use crate::graphs::operands::Operands;
+use crate::graphs::parts::Wholes;
 use crate::program::handle::ProgramHandle;
 use crate::program::tensors::Objects;
 use crate::torch::process::{State, state};
@@ -136,10 +137,15 @@ impl<'py> Operator<'py> {
         let (from, to) = (reads.iter().collect::<Objects<'_>>(), writes.iter().collect::<Objects<'_>>());
         let run = || -> Result<bool, Failure> {
             let copies;
-            let mut read = Operands::read(state, &from)?;
+            let wholes = Wholes::of(state, operator.call.get(), &from, what)?;
+            let objects = wholes.as_ref().map_or(&from, |wholes| &wholes.objects);
+            let mut read = Operands::read(state, objects)?;
             if let Some(made) = read.copies(state)? {
                 copies = made;
-                read = Operands::read_as(state, &from, &copies)?;
+                read = Operands::read_as(state, objects, &copies)?;
+            }
+            if let Some(wholes) = &wholes {
+                read = read.of_parts(&from, &wholes.ends);
             }
             body(state, &operator, &mut read, &mut Operands::read(state, &to)?)
         };

@@ -17,6 +17,7 @@ use crate::error::Failure;
 use crate::graphs::call::TracedCall;
 use crate::graphs::operands::{Operand, Operands};
 use crate::program::handle::ProgramHandle;
+use crate::program::tensors::requires_grad;
 use crate::program::weight::{TracedWeight, WeightHandle};
 use crate::program::weight_memory::is_gone;
 use crate::torch::process::State;
@@ -87,7 +88,8 @@ fn record_of_call(
     (traced, region, buffer): (&TracedCall, &Region, &WeightBuffer<'_>),
 ) -> Result<WeightRecord, Failure> {
     let py = param.object.py();
-    let version = param.object.getattr(intern!(py, "_version")).and_then(|version| version.extract()).ok();
+    let versions = param.parts.iter().map(|part| part.getattr(intern!(py, "_version"))?.extract::<u64>());
+    let version = versions.sum::<PyResult<u64>>().ok();
     // Its own, and not that of a copy.
     let address = view_of(&state.reader, param.object, "a parameter")?.data().address();
     let dispatcher = &state.dispatcher(py)?.0;
@@ -114,7 +116,10 @@ fn serves(
 ) -> Result<bool, Failure> {
     let py = weight.py();
     let capturing = matches!(place.device, Device::Cuda(_)) && is_capturing(place.stream)?;
-    let frozen = !param.object.getattr(&state.torch.names.requires_grad)?.is_truthy()?;
+    let mut frozen = true;
+    for part in param.parts {
+        frozen &= !requires_grad(part)?;
+    }
     let (storage, writer) = {
         let weight = weight.try_borrow()?;
         let Some(known) = &weight.traced else { return Ok(false) };

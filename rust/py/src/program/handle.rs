@@ -488,7 +488,9 @@ impl ProgramHandle {
     fn signature(&self, py: Python<'_>) -> PyResult<String> {
         let ops: Vec<_> = self.chain.links().iter().map(|link| link.op).collect();
         let fuses = self.weights.iter().map(|weight| Ok(weight.bind(py).try_borrow()?.fuse_wgrad_accumulation));
-        Ok(format!("{ops:?} {:?} {:?}", self.linear_calls(py)?, fuses.collect::<PyResult<Vec<_>>>()?))
+        let fuses = fuses.collect::<PyResult<Vec<_>>>()?;
+        let parts: Vec<_> = self.params.iter().map(|param| (param.parts.len(), param.fuses)).collect();
+        Ok(format!("{ops:?} {:?} {fuses:?} {parts:?}", self.linear_calls(py)?))
     }
 
     /// Whether a parameter consists of parts.

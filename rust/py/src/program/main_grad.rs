@@ -183,15 +183,28 @@ pub(crate) fn expects_dummy(attributes: &Bound<'_, PyDict>) -> PyResult<bool> {
         || attributes.contains(intern!(py, "__fsdp_param__"))?)
 }
 
+/// Sets the `main_grad` of a weight to zero if its former value does not matter. With `heeds_mark`, a weight that is marked
+/// with `overwrite_main_grad` counts, too.
+pub(crate) fn begin(
+    state: &State,
+    weight: &Bound<'_, PyAny>,
+    overwrite: bool,
+    heeds_mark: bool,
+) -> Result<(), Failure> {
+    let attributes = Attributes::of(state, weight)?;
+    if overwrite || (heeds_mark && attributes.overwrites()?) {
+        attributes.buffer()?.call_method0("zero_")?;
+    }
+    Ok(())
+}
+
 /// Prepares the `main_grad` of a weight whose gradient `backward_dw` adds later; returns autograd's gradient.
 pub(crate) fn give_later<'py>(
     state: &State,
     weight: &Bound<'py, PyAny>,
     overwrite: bool,
 ) -> Result<Option<Bound<'py, PyAny>>, Failure> {
-    if overwrite {
-        Attributes::of(state, weight)?.buffer()?.call_method0("zero_")?;
-    }
+    begin(state, weight, overwrite, false)?;
     Ok(after_main_grad(state, weight)?)
 }
 

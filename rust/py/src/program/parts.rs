@@ -102,7 +102,9 @@ impl Joined {
                 continue;
             }
             pass.begin(share, has_grads);
-            let Some((whole, copied)) = join(&mut pass, own, &mut share.rows)? else { return Ok(None) };
+            let Some((whole, copied)) = join(state, own, &mut share.rows, |part| pass.read(part))? else {
+                return Ok(None);
+            };
             share.copied = copied;
             share.edge = pass.edge.take().and_then(LoneEdge::found);
             if pass.has_trained {
@@ -279,16 +281,17 @@ fn version_of(state: &State, part: &Bound<'_, PyAny>) -> PyResult<Option<u64>> {
 }
 
 /// The parts as one tensor, if they are adjacent in one storage, else a copy (true); none if they do not fit each
-/// other.
-fn join<'py>(
-    pass: &mut Pass<'_>,
+/// other, or if `note`, which sees each of them, says so.
+pub(crate) fn join<'py>(
+    state: &State,
     parts: &[Bound<'py, PyAny>],
     rows: &mut SmallVec<[i64; 4]>,
+    mut note: impl FnMut(&Bound<'py, PyAny>) -> PyResult<bool>,
 ) -> PyResult<Option<(Bound<'py, PyAny>, bool)>> {
-    let (py, state) = (parts[0].py(), pass.state);
+    let py = parts[0].py();
     if let Some(value) = given(state, &parts[0]) {
         for part in parts {
-            if !pass.read(part)? {
+            if !note(part)? {
                 return Ok(None);
             }
         }
@@ -307,7 +310,7 @@ fn join<'py>(
         rows.push(view.shape()[0]);
         adjacent &= view.is_contiguous() && view.data().address() == end;
         end = view.data().address() + view.numel() * view.dtype().size();
-        if !pass.read(part)? {
+        if !note(part)? {
             return Ok(None);
         }
     }

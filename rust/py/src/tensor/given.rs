@@ -65,13 +65,7 @@ impl<'py> GivenWeight<'py> {
     ) -> Result<Self, Failure> {
         {
             let value = value.try_borrow()?;
-            if value.groups() != groups {
-                let message = format!(
-                    "the weight is a stack of {} quantised values, and there are {groups} experts, each with scales of its own; make the weight by quantized_model_init",
-                    value.groups()
-                );
-                return Err(Error::state(OP, message).into());
-            }
+            check_groups(value.groups(), groups)?;
             check_weight_kind(value.block_and_type(), recipe)?;
         }
         let row = QuantizedValue::snapshot(value)?.part(value.py(), false);
@@ -151,6 +145,17 @@ fn aligned<'py>(state: &State, part: Option<Part<'py>>) -> PyResult<Option<Part<
     let Some((data, scale)) = part else { return Ok(None) };
     let copy = readable(state, &scale, "scales of a quantised weight")?;
     Ok(Some((data, copy.unwrap_or(scale))))
+}
+
+/// Refuses a weight whose values are not one for each expert.
+pub(crate) fn check_groups(values: usize, experts: usize) -> Result<(), Error> {
+    if values == experts {
+        return Ok(());
+    }
+    let message = format!(
+        "the weight is a stack of {values} quantised values, and there are {experts} experts, each with scales of its own; make the weight by quantized_model_init"
+    );
+    Err(Error::state(OP, message))
 }
 
 /// Refuses a weight that is not quantised as a recipe quantises.

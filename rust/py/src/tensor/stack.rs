@@ -59,7 +59,11 @@ pub(crate) fn stack_values(py: Python<'_>, parts: Vec<Bound<'_, QuantizedValue>>
 }
 
 /// Joins tensors of one shape along their first dimension, or along a new one. None if they do not fit each other.
-fn joined<'py>(state: &State, tensors: &[Bound<'py, PyAny>], along_first: bool) -> PyResult<Option<Bound<'py, PyAny>>> {
+pub(crate) fn joined<'py>(
+    state: &State,
+    tensors: &[Bound<'py, PyAny>],
+    along_first: bool,
+) -> PyResult<Option<Bound<'py, PyAny>>> {
     let py = tensors[0].py();
     let Some(first) = state.reader.read(&tensors[0])? else { return Ok(None) };
     let (mut end, mut adjacent) = (first.data().address(), true);

@@ -467,10 +467,11 @@ impl QuantizedValue {
         self.keeps_col
     }
 
-    /// A value of a row layout.
-    pub(crate) fn of_row(block: Block, fp8: Fp8, (data, scale): (Bound<'_, PyAny>, Bound<'_, PyAny>)) -> Self {
-        let row = Layout { data: Some(data.unbind()), scale: Some(scale.unbind()), content: Content::new() };
-        Self { block, fp8, groups: 1, row, col: Layout::default(), keeps_col: true }
+    /// A value of a row layout, or a stack of several.
+    pub(crate) fn of_row((block, groups): (Block, usize), fp8: Fp8, row: [Bound<'_, PyAny>; 2]) -> Self {
+        let [data, scale] = row.map(|tensor| Some(tensor.unbind()));
+        let row = Layout { data, scale, content: Content::new() };
+        Self { block, fp8, groups, row, col: Layout::default(), keeps_col: true }
     }
 
     /// The shape of its scales, and its FP8 type.
