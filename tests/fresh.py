@@ -48,6 +48,9 @@ for line in sys.stdin:
     print(json.dumps(answers), flush=True)
 """
 
+#: A warning that torch 2.11 gives where it loads a program that it has saved itself.
+OF_TORCH = "ignore:The given buffer is not writable:UserWarning"
+
 
 class Processes:
     """Forks of one process, which starts with the first script."""
@@ -62,7 +65,7 @@ class Processes:
             env = {"PATH": "/usr/bin:/bin", "OPENBLAS_NUM_THREADS": "1"}
             env["PYTHONPATH"] = os.environ.get("PYTHONPATH", "")
             self.server = subprocess.Popen(
-                [sys.executable, "-W", "error", "-c", SERVER],
+                [sys.executable, "-W", "error", "-W", OF_TORCH, "-c", SERVER],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
