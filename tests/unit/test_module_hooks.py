@@ -7,6 +7,7 @@ import torch
 
 import te_fast.pytorch as te
 from te_fast.graphs.stand_ins import _are_called_plainly
+from te_fast.runtime import native
 from te_fast.runtime.module_hooks import are_called_plainly
 
 
@@ -70,3 +71,24 @@ def test_a_forward_of_the_instance_and_a_compiled_call(plainly, modules):
         assert not plainly(*modules)
         module._compiled_call_impl = None
         assert plainly(*modules)
+
+
+@pytest.mark.parametrize("register", REGISTRIES)
+def test_children_are_as_they_were_found(register):
+    outer = torch.nn.Sequential(
+        torch.nn.ReLU(), torch.nn.Linear(4, 4), te.Linear(16, 16, device="cpu")
+    )
+    watched = [(outer, list(outer.named_children())), (outer[0], [])]
+    assert native.are_as_found(watched)
+    for child in outer:
+        handle = getattr(child, register)(nothing)
+        assert not native.are_as_found(watched)
+        handle.remove()
+    outer[1].forward = outer[1].forward  # conversions replace forwards
+    assert native.are_as_found(watched)
+    kept, outer[1] = outer[1], torch.nn.Linear(4, 4)
+    assert not native.are_as_found(watched)
+    outer[1] = kept
+    assert native.are_as_found(watched)
+    del outer[2]
+    assert not native.are_as_found(watched)

@@ -27,6 +27,7 @@ from te_fast.layers.layernorm_linear import LayerNormLinear
 from te_fast.layers.layernorm_mlp import LayerNormMLP
 from te_fast.layers.linear import Linear
 from te_fast.layers.program import ProgramLayer
+from te_fast.runtime import native
 from te_fast.runtime.module_hooks import has_hooks
 
 Tie = tuple[str, torch.nn.Module, str]
@@ -113,6 +114,8 @@ class OwnedForward(Forward):
 
     def _is_current(self) -> bool:
         """Tell whether the modules are still those of the conversion, and have no hooks."""
+        if not is_compiling():
+            return native.are_as_found(self._watched())
         for owner, known in self._watched():
             children = owner._modules
             for name, module in known:

@@ -79,7 +79,7 @@ mod _native {
     #[pymodule_export]
     use crate::layer::call::{grouped_layer_forward, layer_call, layer_forward};
     #[pymodule_export]
-    use crate::layer::module::are_called_plainly;
+    use crate::layer::module::{are_as_found, are_called_plainly};
     #[pymodule_export]
     use crate::program::backward::{ProgramSaved, program_backward};
     #[pymodule_export]

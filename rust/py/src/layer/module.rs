@@ -101,9 +101,42 @@ pub(crate) fn are_called_plainly(modules: &Bound<'_, PyTuple>) -> PyResult<bool>
     Ok(has_no_global_hook(state, modules.py()))
 }
 
+/// Whether children of modules are those that were found before, and have no hooks: `watched` has each module, and its
+/// children by name.
+#[pyfunction]
+#[pyo3(signature = (watched, /))]
+pub(crate) fn are_as_found(watched: &Bound<'_, PyAny>) -> PyResult<bool> {
+    let py = watched.py();
+    for entry in watched.try_iter()? {
+        let (owner, known) = entry?.extract::<(Bound<'_, PyAny>, Bound<'_, PyAny>)>()?;
+        let children = instance_dict(&owner)?.get_item(intern!(py, "_modules"))?;
+        let Some(children) = children.as_ref().and_then(|children| children.cast::<PyDict>().ok()) else {
+            return Ok(false);
+        };
+        for child in known.try_iter()? {
+            let (name, module) = child?.extract::<(Bound<'_, PyAny>, Bound<'_, PyAny>)>()?;
+            if !children.get_item(name)?.is_some_and(|child| child.is(&module))
+                || !has_no_hook(&instance_dict(&module)?)?
+            {
+                return Ok(false);
+            }
+        }
+    }
+    Ok(true)
+}
+
 /// Whether a module has no hooks, no compiled call and no `forward` of its own.
 #[inline]
 fn is_unhooked(attributes: &Bound<'_, PyDict>) -> PyResult<bool> {
+    let py = attributes.py();
+    let compiled = attributes.get_item(intern!(py, "_compiled_call_impl"))?;
+    Ok(has_no_hook(attributes)?
+        && compiled.is_none_or(|call| call.is_none())
+        && !attributes.contains(intern!(py, "forward"))?)
+}
+
+#[inline]
+fn has_no_hook(attributes: &Bound<'_, PyDict>) -> PyResult<bool> {
     let py = attributes.py();
     for hooks in [
         intern!(py, "_forward_hooks"),
@@ -116,8 +149,7 @@ fn is_unhooked(attributes: &Bound<'_, PyDict>) -> PyResult<bool> {
             _ => return Ok(false),
         }
     }
-    let compiled = attributes.get_item(intern!(py, "_compiled_call_impl"))?;
-    Ok(compiled.is_none_or(|call| call.is_none()) && !attributes.contains(intern!(py, "forward"))?)
+    Ok(true)
 }
 
 fn has_no_global_hook(state: &State, py: Python<'_>) -> bool {
