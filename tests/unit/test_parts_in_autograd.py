@@ -64,6 +64,27 @@ def _hook(kind, weight, seen):
     return node
 
 
+class _GivesNone(torch.autograd.Function):
+    """A function whose backward gives its second input no gradient."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+def _runs_without_gradient(kind):
+    """Tell whether torch calls a hook of a parameter that gets no gradient; torch 2.6 calls fewer than later ones."""
+    x, weight, seen = torch.ones(2, requires_grad=True), torch.nn.Parameter(torch.ones(2)), []
+    kept = _hook(kind, weight, seen)
+    _GivesNone.apply(x, weight).sum().backward()
+    assert kept is not None
+    return bool(seen)
+
+
 @pytest.mark.parametrize("kind", ["tensor", "post", "node"])
 @pytest.mark.parametrize("told", [False, True], ids=["", "told"])
 @pytest.mark.parametrize("fuse", [False, True], ids=["grad", "main_grad"])
@@ -74,7 +95,9 @@ def test_hooks_of_each_part_run_once_a_backward(fuse, told, kind):
     for _ in range(2):
         _forward(layer, x).backward(dy)
     assert all(map(torch.equal, _into(layer, fuse=fuse), [2.0 * sums for sums in wanted]))
-    assert [len(found) for found in seen] == [2] * EXPERTS
+    has_gradient = not fuse or told
+    calls = 2 if has_gradient or _runs_without_gradient(kind) else 0
+    assert [len(found) for found in seen] == [calls] * EXPERTS
     for found, weight, sums in zip(seen, _weights(layer), wanted, strict=True):
         if not fuse:
             # Hooks behind the sum have seen the parameter's own gradient, to which the second backward has added.
@@ -84,7 +107,7 @@ def test_hooks_of_each_part_run_once_a_backward(fuse, told, kind):
             assert weight.grad_added_to_main_grad
             assert found[0].shape == weight.shape
         else:
-            assert found[0] is None
+            assert found == [None] * calls
     del kept
 
 
