@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+import te_fast
 import te_fast.pytorch as te
 from graphs import needs_compile
 from grouped_layers import with_biases
@@ -173,6 +174,42 @@ def test_weight_gradients_later():
     later.backward_dw()
     for mine, theirs in zip(later.parameters(), block.parameters(), strict=True):
         assert torch.equal(mine.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("frozen", [0, 2])
+def test_weight_gradients_later_beside_a_frozen_product(frozen):
+    block, later = make(), make(delay_wgrad_compute=True)
+    x, grad = tensors()
+    for each in (block, later):
+        each.experts[frozen].requires_grad_(False)
+        each(x).backward(grad)
+    later.backward_dw()
+    for mine, theirs in zip(later.parameters(), block.parameters(), strict=True):
+        assert (mine.grad is None) == (not mine.requires_grad)
+        assert mine.grad is None or torch.equal(mine.grad, theirs.grad)
+    with pytest.raises(te_fast.StateError, match="without a backward"):
+        later.backward_dw()
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+def test_weight_gradients_of_one_quantised_expert_later(recipe, fuse):
+    x, grad = tensors()
+    got = []
+    for later in (False, True):
+        torch.default_generator.manual_seed(3)
+        options = {"delay_wgrad_compute": later, "accumulate_into_main_grad": fuse, "device": "cpu"}
+        with te.quantized_model_init(recipe=recipe):
+            block = te.MoE(HIDDEN, FFN, 1, 1, **options)
+        weights = [block.experts[place].weight0 for place in (0, 2)]
+        for weight in weights:
+            weight.main_grad = torch.zeros(weight.shape)
+        with te.autocast(recipe=recipe):
+            block(x).backward(grad)
+        block.backward_dw()
+        got.append([weight.main_grad if fuse else weight.grad for weight in weights])
+    for expected, deferred in zip(*got, strict=True):
+        assert expected.any()
+        assert torch.equal(deferred, expected)
 
 
 def test_copies_and_checkpoints():

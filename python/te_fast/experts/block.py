@@ -371,8 +371,10 @@ class MoE(torch.nn.Module):
 
     def backward_dw(self) -> None:
         """Compute the experts' weight gradients that `delay_wgrad_compute` has left, the last product's first."""
-        self.experts[2].backward_dw()
-        self.experts[0].backward_dw()
+        products: Any = self.experts[2], self.experts[0]
+        waiting = [op for op in products if op._has_deferred()]  # a frozen product leaves none
+        for op in waiting or products:
+            op.backward_dw()
 
     def extra_repr(self) -> str:
         """Return sizes and routing."""

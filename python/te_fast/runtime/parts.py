@@ -31,6 +31,8 @@ def are_adjacent(parts: list[torch.Tensor]) -> bool:
 def whole_of(parts: list[torch.Tensor]) -> torch.Tensor:
     """Return adjacent parts as one tensor on their memory."""
     first = parts[0].detach()
+    if len(parts) == 1:  # which may be a quantised tensor
+        return first
     rows = sum(part.shape[0] for part in parts)
     size, stride = (rows, *first.shape[1:]), first.stride()
     return first.new_empty(0).set_(first.untyped_storage(), first.storage_offset(), size, stride)

@@ -290,6 +290,12 @@ class GroupedLinear(ExtraTensorOperation, WeightedOperation):
         """Call a hook after each :meth:`backward_dw`."""
         self.wgrad_accumulation_and_reduce_hooks.append(hook)
 
+    def _has_deferred(self) -> bool:
+        """Tell whether weight gradients wait for :meth:`backward_dw`."""
+        loop: ExpertLoop | None = self.__dict__.get("_loop")
+        in_loop = loop is not None and loop.has_deferred()
+        return in_loop or bool(self._handle.deferred_count())
+
     def backward_dw(self) -> None:
         """Compute the weights' gradients of the oldest backward that left them.
 
@@ -303,7 +309,7 @@ class GroupedLinear(ExtraTensorOperation, WeightedOperation):
         loop: ExpertLoop | None = self.__dict__.get("_loop")
         if loop is not None and loop.has_deferred():
             loop.compute_deferred()
-        elif not self._handle.deferred_count():
+        elif not self._has_deferred():
             message = (
                 f"{type(self).__name__}: backward_dw() was called without a backward before it"
             )
