@@ -383,6 +383,48 @@ def test_sgd_is_that_of_fp64():
     assert difference(weights, reference) < 1e-6
 
 
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_sgd_takes_parameters_whose_first_gradient_comes_later(nesterov):
+    options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": nesterov}
+    weights, reference = parameters(), parameters()
+    optimizers = FusedSGD(weights, **options), torch.optim.SGD(reference, fused=False, **options)
+    for step in range(4):
+        for at, grad in enumerate(gradients(step)):
+            weights[at].grad = grad.clone() if step > at else None
+            reference[at].grad = weights[at].grad
+        for optimizer in optimizers:
+            optimizer.step()
+    assert difference(weights, [weight.detach().double() for weight in reference]) < 1e-6
+    assert all(
+        (weight != first).any() for weight, first in zip(weights[:3], parameters()[:3], strict=True)
+    )
+
+
+def test_sgds_skipped_first_step_leaves_no_momentum(monkeypatch):
+    monkeypatch.setattr(torch, "empty_like", lambda t: torch.full_like(t, torch.nan))
+    weight = torch.nn.Parameter(torch.ones(4))
+    optimizer = FusedSGD([weight], lr=0.1, momentum=0.9)
+    weight.grad = torch.ones(4)
+    optimizer.grad_scale, optimizer.found_inf = torch.ones(()), torch.ones(())
+    optimizer.step()
+    assert torch.equal(weight, torch.ones(4))
+    assert not optimizer.state[weight]["momentum_buffer"].any()
+
+
+@pytest.mark.parametrize("dampening", [0.0, 0.5])
+def test_sgds_first_step_is_torchs(dampening):
+    weights, reference = parameters(), parameters()
+    options = {"lr": 0.1, "momentum": 0.9, "dampening": dampening}
+    for some, optimizer in (
+        (weights, FusedSGD(weights, **options)),
+        (reference, torch.optim.SGD(reference, fused=True, **options)),
+    ):
+        for weight, grad in zip(some, gradients(0), strict=True):
+            weight.grad = grad.clone()
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(weights, reference, strict=True))
+
+
 @pytest.mark.parametrize("name", ["wd_after_momentum", "materialize_master_grads"])
 def test_sgd_refuses_by_name(name):
     with pytest.raises(UnsupportedError, match=name):
