@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 import te_fast.pytorch as te
 from attention_reference import attend_one, attends
@@ -342,6 +343,27 @@ def test_attention_that_nobody_sees_has_the_same_bits(name, rope, fmt):
         handles.append(core.register_forward_hook(lambda *_: seen.append(1)))
     assert seen == [1]
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["MultiheadAttention", "TransformerLayer"])
+def test_a_product_that_a_mode_keeps_stays(kind):
+    class Keeping(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if func is torch.nn.functional.linear:
+                kept.append((out, out.clone()))
+            return out
+
+    kept = []
+    options = {"attention_dropout": 0.0, "device": "cpu"}
+    if kind == "TransformerLayer":
+        layer = make(output_layernorm=True)
+    else:
+        layer = te.MultiheadAttention(HIDDEN, HIDDEN // D, **options)
+    with Keeping():
+        layer(torch.randn(S, B, HIDDEN), rotary_pos_emb=te.RotaryPositionEmbedding(D)(S).cpu())
+    assert kept
+    assert all(torch.equal(out, then) for out, then in kept)
 
 
 @pytest.mark.parametrize(
