@@ -156,6 +156,20 @@ def test_expert_bias_follows_the_load():
         make().update_expert_bias()
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_checkpoint_counts_tokens_once(reentrant, hooked):
+    block = make(score_function="sigmoid", expert_bias=True, aux_loss_coeff=0.1)
+    if hooked:
+        block.experts.register_forward_hook(lambda *_: None)
+    x, _ = tensors()
+    for run in (te.checkpoint, torch.utils.checkpoint.checkpoint):
+        block.tokens_per_expert.zero_()
+        y, loss = run(block, x, use_reentrant=reentrant)
+        (y.sum() + loss).backward()
+        assert block.tokens_per_expert.sum() == x[..., 0].numel() * TOPK
+
+
 def test_no_tokens():
     block = make(aux_loss_coeff=0.1)
     x = torch.ones(0, HIDDEN, requires_grad=True)
