@@ -263,6 +263,21 @@ def test_no_tokens(recipe):
     assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in layer.parameters())
 
 
+@pytest.mark.parametrize("fmt", ["sbhd", "bshd"])
+@pytest.mark.parametrize("name", ["as it is", "fused", "groups, fused", "heads of RMS", "seen"])
+@pytest.mark.parametrize("kind", ["causal", "padding"])
+def test_no_sequences(fmt, name, kind):
+    layer = make(attn_input_format=fmt, **OPTIONS.get(name, {}))
+    if name == "seen":
+        layer.self_attention.layernorm_qkv.register_forward_hook(lambda *_: None)
+    x = torch.zeros(*((S, 0) if fmt == "sbhd" else (0, S)), HIDDEN, requires_grad=True)
+    given = {"rotary_pos_emb": te.RotaryPositionEmbedding(D)(S).cpu(), "self_attn_mask_type": kind}
+    out = layer(x, attention_mask=torch.zeros(0, 1, 1, S, dtype=torch.bool), **given)
+    out.sum().backward()
+    assert out.shape == x.grad.shape == x.shape
+    assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in layer.parameters())
+
+
 def test_frozen_and_without_gradients(recipe):
     layer = make(**OPTIONS["llama"]).requires_grad_(False)
     layer.self_attention.proj.weight.requires_grad_()
