@@ -278,6 +278,35 @@ def test_a_scaled_step_is_skipped_on_the_device():
     assert difference(weights, reference.weights) < 2e-6
 
 
+def test_capturable_takes_rates_that_are_numbers():
+    """A scheduler assigns them, a new group has one, and so has a state that was saved without `capturable`."""
+    weights, plain = parameters(), parameters()
+    options = {"lr": 0.02, "weight_decay": 0.1}
+    optimizers = FusedAdam(weights[:2], capturable=True, **options), FusedAdam(plain[:2], **options)
+    for step in range(4):
+        if step == 1:
+            optimizers[0].add_param_group({"params": weights[2:], "lr": 0.5})
+            optimizers[1].add_param_group({"params": plain[2:], "lr": 0.5})
+        if step == 2:
+            for optimizer in optimizers:
+                optimizer.param_groups[0]["lr"] = 0.3
+        if step == 3:
+            optimizers[0].load_state_dict(optimizers[1].state_dict())
+        for weight, other, grad in zip(weights, plain, gradients(step), strict=True):
+            weight.grad = other.grad = grad
+        for optimizer in optimizers:
+            optimizer.step()
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(weights, plain, strict=True))
+
+
+def test_groups_of_capturable_have_rates_of_their_own():
+    weights = parameters()
+    groups = [{"params": weights[:2]}, {"params": weights[2:]}]
+    first, second = FusedAdam(groups, lr=0.25, capturable=True).param_groups
+    first["lr"].fill_(0.5)
+    assert second["lr"] == 0.25
+
+
 @pytest.mark.parametrize("master", [False, True], ids=["plain", "master"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_a_scaled_step_leaves_unscaled_gradients(dtype, master):
