@@ -263,6 +263,17 @@ def test_no_tokens(recipe):
     assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in layer.parameters())
 
 
+@pytest.mark.parametrize("sequences", [0, 2])
+def test_no_packed_tokens(sequences):
+    layer = make(attn_input_format="thd", self_attn_mask_type="padding_causal")
+    x = torch.zeros(0, HIDDEN, requires_grad=True)
+    ends = torch.zeros(sequences + 1, dtype=torch.int32)
+    out = layer(x, cu_seqlens_q=ends, rotary_pos_emb=te.RotaryPositionEmbedding(D)(S).cpu())
+    out.sum().backward()
+    assert out.shape == x.grad.shape == x.shape
+    assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in layer.parameters())
+
+
 @pytest.mark.parametrize("fmt", ["sbhd", "bshd"])
 @pytest.mark.parametrize("name", ["as it is", "fused", "groups, fused", "heads of RMS", "seen"])
 @pytest.mark.parametrize("kind", ["causal", "padding"])
