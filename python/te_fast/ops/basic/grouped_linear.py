@@ -24,7 +24,7 @@ from te_fast.ops.op import ALONE, Beside, OperationContext, PerOp
 from te_fast.runtime import native
 from te_fast.runtime.capturing import is_graph_capturing
 from te_fast.runtime.compiling import is_traced
-from te_fast.runtime.parts import compute_deferred, lay_together
+from te_fast.runtime.parts import compute_deferred, fit_state, lay_together
 from te_fast.runtime.splits import check_in_debug
 from te_fast.tensor import primary, stacks
 from te_fast.tensor.of_recipe import ONE, Stack
@@ -279,6 +279,11 @@ class GroupedLinear(ExtraTensorOperation, WeightedOperation):
     ) -> torch.dtype:
         weight: torch.Tensor = getattr(self, self._weight_names[0])
         return autocast or weight.dtype
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        singles = {"weight": self.single_grouped_weight, "bias": self.single_grouped_bias}
+        fit_state(state_dict, prefix, self.num_groups, singles)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     # Weight gradients -----------------------------------------------------------------------------
 
