@@ -392,7 +392,11 @@ def test_no_tokens(kind):
     assert layer(q, k, v, cu_seqlens_q=ends, cu_seqlens_kv=ends).shape == (2, 0, HEADS * D)
     packed = module(qkv_format="thd", attn_mask_type="padding")
     given = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends}
-    assert packed(q[0], k[0], v[0], **given).shape == (0, HEADS * D)
+    heads = [t[0].clone().requires_grad_() for t in (q, k, v)]
+    out = packed(*heads, **given)
+    assert out.shape == (0, HEADS * D)
+    out.sum().backward()
+    assert all(t.grad.shape == t.shape for t in heads)
 
 
 def test_recomputed_attention_has_the_same_bits():

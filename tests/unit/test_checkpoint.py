@@ -438,6 +438,26 @@ def test_states_of_a_random_number_tracker(reentrant):
     assert tracker.state == 40
 
 
+@REENTRANT
+def test_dropout_of_a_tracker_is_repeated(reentrant):
+    tracker = te.CudaRNGStatesTracker()
+    tracker.add("model-parallel-rng", 7)
+
+    def function(x):
+        with tracker.fork():
+            return torch.nn.functional.dropout(x, 0.5)
+
+    x = torch.ones(64, requires_grad=True)
+    options = {"get_rng_state_tracker": lambda: tracker, "use_reentrant": reentrant}
+    y = te.checkpoint(function, x, **options)
+    after = tracker.get_states()["model-parallel-rng"].get_state()
+    for _ in range(2):
+        x.grad = None
+        y.sum().backward(retain_graph=True)
+        assert torch.equal(x.grad, y)
+        assert torch.equal(tracker.get_states()["model-parallel-rng"].get_state(), after)
+
+
 @pytest.mark.parametrize("kind", ["split", "torch autocast", "rows to pad"])
 def test_torchs_own_after_the_region_repeats_it(recipe, kind):
     """The recomputation repeats the region even where a call leaves the native fast path."""

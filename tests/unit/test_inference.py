@@ -103,6 +103,26 @@ def test_steps_are_whole_sequences(fmt, paged, rope):
     assert not params.sequences
 
 
+@pytest.mark.parametrize("paged", [False, True])
+def test_steps_inside_and_outside_of_inference_mode(paged):
+    layer, found = make("bshd"), []
+    tokens = torch.randn(1, 4, HIDDEN)
+    for modes in ([torch.inference_mode, torch.no_grad], [torch.no_grad, torch.inference_mode]):
+        with modes[0]():
+            params = caches("bshd", paged=paged)
+        rows = []
+        for step in range(4):
+            with modes[step % 2]():
+                params.pre_step(OrderedDict(a=1))
+                x = tokens[:, step : step + 1].clone()
+                rows.append(layer(x, inference_params=params))
+        found.append(torch.cat(rows, 1).clone())
+    assert torch.equal(*found)
+    with torch.no_grad():
+        wanted = whole([layer], tokens[0], None)
+    assert torch.allclose(found[0][0], wanted, atol=1e-5)
+
+
 def test_caches_of_the_users_own():
     made = []
 

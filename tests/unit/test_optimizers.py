@@ -278,6 +278,35 @@ def test_a_scaled_step_is_skipped_on_the_device():
     assert difference(weights, reference.weights) < 2e-6
 
 
+def test_capturable_takes_rates_that_are_numbers():
+    """A scheduler assigns them, a new group has one, and so has a state that was saved without `capturable`."""
+    weights, plain = parameters(), parameters()
+    options = {"lr": 0.02, "weight_decay": 0.1}
+    optimizers = FusedAdam(weights[:2], capturable=True, **options), FusedAdam(plain[:2], **options)
+    for step in range(4):
+        if step == 1:
+            optimizers[0].add_param_group({"params": weights[2:], "lr": 0.5})
+            optimizers[1].add_param_group({"params": plain[2:], "lr": 0.5})
+        if step == 2:
+            for optimizer in optimizers:
+                optimizer.param_groups[0]["lr"] = 0.3
+        if step == 3:
+            optimizers[0].load_state_dict(optimizers[1].state_dict())
+        for weight, other, grad in zip(weights, plain, gradients(step), strict=True):
+            weight.grad = other.grad = grad
+        for optimizer in optimizers:
+            optimizer.step()
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(weights, plain, strict=True))
+
+
+def test_groups_of_capturable_have_rates_of_their_own():
+    weights = parameters()
+    groups = [{"params": weights[:2]}, {"params": weights[2:]}]
+    first, second = FusedAdam(groups, lr=0.25, capturable=True).param_groups
+    first["lr"].fill_(0.5)
+    assert second["lr"] == 0.25
+
+
 @pytest.mark.parametrize("master", [False, True], ids=["plain", "master"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_a_scaled_step_leaves_unscaled_gradients(dtype, master):
@@ -381,6 +410,48 @@ def test_sgd_is_that_of_fp64():
             w.sub_(0.1 * (g + 0.9 * m))
         optimizer.step()
     assert difference(weights, reference) < 1e-6
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_sgd_takes_parameters_whose_first_gradient_comes_later(nesterov):
+    options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": nesterov}
+    weights, reference = parameters(), parameters()
+    optimizers = FusedSGD(weights, **options), torch.optim.SGD(reference, fused=False, **options)
+    for step in range(4):
+        for at, grad in enumerate(gradients(step)):
+            weights[at].grad = grad.clone() if step > at else None
+            reference[at].grad = weights[at].grad
+        for optimizer in optimizers:
+            optimizer.step()
+    assert difference(weights, [weight.detach().double() for weight in reference]) < 1e-6
+    assert all(
+        (weight != first).any() for weight, first in zip(weights[:3], parameters()[:3], strict=True)
+    )
+
+
+def test_sgds_skipped_first_step_leaves_no_momentum(monkeypatch):
+    monkeypatch.setattr(torch, "empty_like", lambda t: torch.full_like(t, torch.nan))
+    weight = torch.nn.Parameter(torch.ones(4))
+    optimizer = FusedSGD([weight], lr=0.1, momentum=0.9)
+    weight.grad = torch.ones(4)
+    optimizer.grad_scale, optimizer.found_inf = torch.ones(()), torch.ones(())
+    optimizer.step()
+    assert torch.equal(weight, torch.ones(4))
+    assert not optimizer.state[weight]["momentum_buffer"].any()
+
+
+@pytest.mark.parametrize("dampening", [0.0, 0.5])
+def test_sgds_first_step_is_torchs(dampening):
+    weights, reference = parameters(), parameters()
+    options = {"lr": 0.1, "momentum": 0.9, "dampening": dampening}
+    for some, optimizer in (
+        (weights, FusedSGD(weights, **options)),
+        (reference, torch.optim.SGD(reference, fused=True, **options)),
+    ):
+        for weight, grad in zip(some, gradients(0), strict=True):
+            weight.grad = grad.clone()
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(weights, reference, strict=True))
 
 
 @pytest.mark.parametrize("name", ["wd_after_momentum", "materialize_master_grads"])

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 import te_fast.pytorch as te
 from attention_reference import attend_one, attends
@@ -262,6 +263,32 @@ def test_no_tokens(recipe):
     assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in layer.parameters())
 
 
+@pytest.mark.parametrize("sequences", [0, 2])
+def test_no_packed_tokens(sequences):
+    layer = make(attn_input_format="thd", self_attn_mask_type="padding_causal")
+    x = torch.zeros(0, HIDDEN, requires_grad=True)
+    ends = torch.zeros(sequences + 1, dtype=torch.int32)
+    out = layer(x, cu_seqlens_q=ends, rotary_pos_emb=te.RotaryPositionEmbedding(D)(S).cpu())
+    out.sum().backward()
+    assert out.shape == x.grad.shape == x.shape
+    assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in layer.parameters())
+
+
+@pytest.mark.parametrize("fmt", ["sbhd", "bshd"])
+@pytest.mark.parametrize("name", ["as it is", "fused", "groups, fused", "heads of RMS", "seen"])
+@pytest.mark.parametrize("kind", ["causal", "padding"])
+def test_no_sequences(fmt, name, kind):
+    layer = make(attn_input_format=fmt, **OPTIONS.get(name, {}))
+    if name == "seen":
+        layer.self_attention.layernorm_qkv.register_forward_hook(lambda *_: None)
+    x = torch.zeros(*((S, 0) if fmt == "sbhd" else (0, S)), HIDDEN, requires_grad=True)
+    given = {"rotary_pos_emb": te.RotaryPositionEmbedding(D)(S).cpu(), "self_attn_mask_type": kind}
+    out = layer(x, attention_mask=torch.zeros(0, 1, 1, S, dtype=torch.bool), **given)
+    out.sum().backward()
+    assert out.shape == x.grad.shape == x.shape
+    assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in layer.parameters())
+
+
 def test_frozen_and_without_gradients(recipe):
     layer = make(**OPTIONS["llama"]).requires_grad_(False)
     layer.self_attention.proj.weight.requires_grad_()
@@ -342,6 +369,27 @@ def test_attention_that_nobody_sees_has_the_same_bits(name, rope, fmt):
         handles.append(core.register_forward_hook(lambda *_: seen.append(1)))
     assert seen == [1]
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["MultiheadAttention", "TransformerLayer"])
+def test_a_product_that_a_mode_keeps_stays(kind):
+    class Keeping(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if func is torch.nn.functional.linear:
+                kept.append((out, out.clone()))
+            return out
+
+    kept = []
+    options = {"attention_dropout": 0.0, "device": "cpu"}
+    if kind == "TransformerLayer":
+        layer = make(output_layernorm=True)
+    else:
+        layer = te.MultiheadAttention(HIDDEN, HIDDEN // D, **options)
+    with Keeping():
+        layer(torch.randn(S, B, HIDDEN), rotary_pos_emb=te.RotaryPositionEmbedding(D)(S).cpu())
+    assert kept
+    assert all(torch.equal(out, then) for out, then in kept)
 
 
 @pytest.mark.parametrize(

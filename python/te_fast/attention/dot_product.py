@@ -635,7 +635,7 @@ class DotProductAttention(TransformerEngineBaseModule):
                     "cross attention takes two, for queries and for keys"
                 )
                 raise ShapeError(message)
-        return Kept(~pair[0].reshape(batch, -1), ~pair[1].reshape(batch, -1))
+        return Kept(~pair[0].reshape(batch, sizes[0]), ~pair[1].reshape(batch, sizes[1]))
 
     def _run(
         self,

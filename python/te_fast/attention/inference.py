@@ -139,15 +139,16 @@ class _CachesInRows(KVCacheManager):
         """Make the memory of a layer, for keys and for values: the two dimensions, heads, channels."""
         count = self._sizes[0] * self._sizes[1] + 1
         kind: dict[str, Any] = {"dtype": self.dtype, "device": self._device}
-        keys, values = (
-            torch.zeros(count, self.num_heads, d, **kind)
-            for d in (self.head_dim_k, self.head_dim_v)
-        )
-        self._rows[layer_number] = keys, values
-        self.cache[layer_number] = (
-            keys[:-1].unflatten(0, self._sizes),
-            values[:-1].unflatten(0, self._sizes),
-        )
+        with torch.inference_mode(False):  # else no step outside of inference mode could write them
+            keys, values = (
+                torch.zeros(count, self.num_heads, d, **kind)
+                for d in (self.head_dim_k, self.head_dim_v)
+            )
+            self._rows[layer_number] = keys, values
+            self.cache[layer_number] = (
+                keys[:-1].unflatten(0, self._sizes),
+                values[:-1].unflatten(0, self._sizes),
+            )
 
     def _write(self, layer_number: int, places: _Places, flat: torch.Tensor, new: Any) -> None:
         """Write new keys and values, given in the order of the places."""
@@ -487,16 +488,20 @@ class InferenceParams:
             self._check_pages(total_num_pages, page_size)
             self.total_num_pages, self.page_size = total_num_pages, page_size
             sizes |= {"total_num_pages": total_num_pages, "page_size": page_size}
-        self.cache_manager: Any = (custom_cache_manager or kind)(**sizes)
+        with torch.inference_mode(False):  # as of the caches
+            self.cache_manager: Any = (custom_cache_manager or kind)(**sizes)
+            self._make_lengths()
         self.cache_qkv_format = "bshd"
         self._take_format(qkv_format)
         self.sequences_pre_step: OrderedDict[Any, int] = OrderedDict()
         self.sequences: OrderedDict[Any, int] = OrderedDict()
         self.batch_size = 0
-        kind = {"dtype": torch.int32, "device": _device()}
-        self.cu_seqlens_q = torch.zeros(max_batch_size + 1, **kind)
-        self.cu_seqlens_kv = torch.zeros(max_batch_size + 1, **kind)
-        self.pre_step_seqlens = torch.zeros(max_batch_size, **kind)
+
+    def _make_lengths(self) -> None:
+        kind: dict[str, Any] = {"dtype": torch.int32, "device": _device()}
+        self.cu_seqlens_q = torch.zeros(self.max_batch_size + 1, **kind)
+        self.cu_seqlens_kv = torch.zeros(self.max_batch_size + 1, **kind)
+        self.pre_step_seqlens = torch.zeros(self.max_batch_size, **kind)
 
     def _check_pages(self, total_num_pages: int | None, page_size: int | None) -> None:
         if page_size is None or self.max_sequence_length % page_size != 0:

@@ -656,4 +656,8 @@ thd_attention_policies, thd_attention_policy_dispatch, softcap : optional
 
 def is_fresh(layer: torch.nn.Module) -> bool:
     """Tell whether only the caller has a reference to a layer's result."""
-    return type(layer) in (Linear, LayerNormLinear) and are_called_plainly(layer)
+    return (
+        type(layer) in (Linear, LayerNormLinear)
+        and are_called_plainly(layer)
+        and not torch._C._len_torch_function_stack()  # a mode sees the product, and may keep it
+    )

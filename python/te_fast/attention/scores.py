@@ -238,9 +238,8 @@ class Packing(NamedTuple):
 def unpack(t: torch.Tensor, packing: Packing) -> tuple[torch.Tensor, torch.Tensor]:
     """Return packed rows ``(tokens, heads, d)`` as ``(batch, heads, longest, d)``, and which positions are real."""
     rows, kept = packing.rows()
-    if t.shape[0] == 0:
-        shape = (*rows.shape, *t.shape[1:])
-        return t.new_zeros(shape).transpose(1, 2), kept
+    if t.shape[0] == 0:  # a row to read, through which the gradient of no tokens flows
+        t = torch.nn.functional.pad(t, (0, 0, 0, 0, 0, 1))
     picked = t[torch.where(kept, rows, 0)]
     # Padding must be finite: its weight is zero, but zero times NaN is NaN.
     return picked.masked_fill(~kept[..., None, None], 0.0).transpose(1, 2), kept

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 from torch.nn import functional
 
 from te_fast.errors import ArgumentError, ShapeError, UnsupportedError
@@ -239,7 +240,7 @@ class MoE(torch.nn.Module):
         else:
             with outside:
                 probs, chosen, logits = self._route(inp)
-            if self.training and self.tokens_per_expert is not None:
+            if self.tokens_per_expert is not None and self._counts():
                 self.tokens_per_expert.add_(chosen.sum(0))
             merged = self._mixture(experts, inp, chosen, probs, self.topk, is_first_microbatch)
         if self.aux_loss_coeff == 0.0:
@@ -288,9 +289,13 @@ class MoE(torch.nn.Module):
             total: Any = self._buffers["tokens_per_expert"]
             counts = torch.empty_like(total)
             made = program(inp, (bias, counts), is_first_microbatch)
-            if self.training:
+            if self._counts():
                 total.add_(counts)
         return made if type(made) is tuple else (made, None)
+
+    def _counts(self) -> bool:
+        """Tell whether the experts' tokens are counted: once, though a checkpoint repeats calls in backward."""
+        return self.training and (is_compiling() or torch._C._current_graph_task_id() == -1)
 
     def _route(self, inp: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return probabilities, the map of the chosen experts, and logits, each ``(tokens, experts)``."""
@@ -371,8 +376,10 @@ class MoE(torch.nn.Module):
 
     def backward_dw(self) -> None:
         """Compute the experts' weight gradients that `delay_wgrad_compute` has left, the last product's first."""
-        self.experts[2].backward_dw()
-        self.experts[0].backward_dw()
+        products: Any = self.experts[2], self.experts[0]
+        waiting = [op for op in products if op._has_deferred()]  # a frozen product leaves none
+        for op in waiting or products:
+            op.backward_dw()
 
     def extra_repr(self) -> str:
         """Return sizes and routing."""

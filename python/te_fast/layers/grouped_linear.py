@@ -36,7 +36,7 @@ from te_fast.runtime.collectives import set_tensor_model_parallel_attributes
 from te_fast.runtime.compiling import is_traced
 from te_fast.runtime.global_state import autocast_state
 from te_fast.runtime.inputs import check_input
-from te_fast.runtime.parts import joined, lay_together
+from te_fast.runtime.parts import fit_state, joined, lay_together
 from te_fast.runtime.splits import check_in_debug
 from te_fast.tensor.of_recipe import ONE, Stack
 from te_fast.tensor.primary import is_quantized
@@ -426,17 +426,8 @@ class GroupedLinear(PartedLayer):
         return Stack(self.num_gemms, self._FORWARD_SLOTS) if self.single_grouped_weight else ONE
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-        # Layers with single parameters and layers with stacks load each other's checkpoints.
-        for name, single in (
-            ("weight", self.single_grouped_weight),
-            ("bias", self.single_grouped_bias),
-        ):
-            parts = [f"{prefix}{name}{number}" for number in range(self.num_gemms)]
-            whole = f"{prefix}{name}"
-            if single and whole not in state_dict and all(part in state_dict for part in parts):
-                state_dict[whole] = torch.stack([state_dict.pop(part) for part in parts])
-            elif not single and whole in state_dict and not any(p in state_dict for p in parts):
-                state_dict.update(zip(parts, state_dict.pop(whole), strict=True))
+        singles = {"weight": self.single_grouped_weight, "bias": self.single_grouped_bias}
+        fit_state(state_dict, prefix, self.num_gemms, singles)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     # Counts --------------------------------------------------------------------------------------

@@ -136,10 +136,29 @@ class FusedAdam(torch.optim.Optimizer):
         super().__init__(params, defaults)
         if capturable:
             self._step_supports_amp_scaling = True
-            for group in self.param_groups:
-                if group["params"]:
-                    rate = torch.as_tensor(group["lr"], dtype=torch.float32)
-                    group["lr"] = rate.to(group["params"][0].device)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters. With `capturable` its learning rate becomes a tensor on their device."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        if self.capturable and group["params"]:
+            if group["lr"] is self.defaults["lr"]:  # else groups would share it
+                group["lr"] = group["lr"].clone()
+            self._rate_of(group)
+
+    def _rate_of(self, group: dict[str, Any]) -> Any:
+        """Return a group's learning rate. With `capturable` it is a tensor, which graphs read.
+
+        Schedulers may have assigned a number, and so does a state that was saved without `capturable`.
+        """
+        rate, device = group["lr"], group["params"][0].device
+        if not self.capturable:
+            return rate
+        if not (
+            isinstance(rate, torch.Tensor) and rate.device == device and rate.dtype is torch.float32
+        ):
+            rate = group["lr"] = torch.as_tensor(rate, dtype=torch.float32).to(device)
+        return rate.reshape(())
 
     def _check_options(self, amsgrad: bool) -> None:
         def refuse(condition: bool, message: str) -> None:
@@ -449,7 +468,7 @@ class FusedAdam(torch.optim.Optimizer):
             [update.exp_avg_sq for update in updates],
             [],
             [step] * len(updates),
-            lr=group["lr"].reshape(()) if self.capturable else group["lr"],
+            lr=self._rate_of(group),
             beta1=beta1,
             beta2=beta2,
             weight_decay=group["weight_decay"],

@@ -14,6 +14,9 @@ from te_fast.optimizers.zeroing import forgets, warn_of_set_grad_none
 class FusedSGD(torch.optim.SGD):
     """Stochastic gradient descent in one launch: ``torch.optim.SGD(fused=True)``.
 
+    A parameter may get its first gradient after the others. Its momentum begins with zeros then, so that `dampening`
+    affects its first gradient.
+
     Parameters
     ----------
     params : iterable
@@ -90,6 +93,29 @@ class FusedSGD(torch.optim.SGD):
             nesterov=nesterov,
             fused=True,
         )
+
+    def _init_group(
+        self,
+        group: dict[str, Any],
+        params: list[torch.Tensor],
+        grads: list[torch.Tensor],
+        momentum_buffer_list: list[torch.Tensor | None],
+    ) -> bool:
+        """Collect a group's tensors, and give momentum to parameters that have none yet.
+
+        torch's kernel takes a list in which all parameters have momentum, or none. In the latter case it leaves
+        uninitialised memory behind if ``found_inf`` skips the step.
+        """
+        has_sparse: bool = super()._init_group(group, params, grads, momentum_buffer_list)
+        if group["momentum"] == 0.0:
+            return has_sparse
+        is_first = all(buffer is None for buffer in momentum_buffer_list)
+        if is_first and group["dampening"] != 0.0:  # torch does not dampen first gradients
+            return has_sparse
+        for at, grad in enumerate(grads):
+            if momentum_buffer_list[at] is None:
+                momentum_buffer_list[at] = torch.zeros_like(grad)
+        return has_sparse
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Drop the gradients, or fill them with zeros.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from te_fast.runtime import main_grad, native
@@ -31,6 +33,8 @@ def are_adjacent(parts: list[torch.Tensor]) -> bool:
 def whole_of(parts: list[torch.Tensor]) -> torch.Tensor:
     """Return adjacent parts as one tensor on their memory."""
     first = parts[0].detach()
+    if len(parts) == 1:  # which may be a quantised tensor
+        return first
     rows = sum(part.shape[0] for part in parts)
     size, stride = (rows, *first.shape[1:]), first.stride()
     return first.new_empty(0).set_(first.untyped_storage(), first.storage_offset(), size, stride)
@@ -44,6 +48,29 @@ def lay_together(lists: list[list[torch.Tensor]]) -> None:
             sizes = [part.shape[0] for part in parts]
             for part, memory in zip(parts, whole.split(sizes), strict=True):
                 part.data = memory
+
+
+def fit_state(state_dict: Any, prefix: str, number: int, singles: dict[str, bool]) -> None:
+    """Let modules with one parameter for all experts and modules with one for each load each other's checkpoints.
+
+    Parameters
+    ----------
+    state_dict : dict
+        The checkpoint, which is changed.
+    prefix : str
+        The module's name in it.
+    number : int
+        Experts.
+    singles : dict of str to bool
+        Parameters, and whether the module has one for all experts.
+    """
+    for name, is_single in singles.items():
+        parts = [f"{prefix}{name}{expert}" for expert in range(number)]
+        whole = f"{prefix}{name}"
+        if is_single and whole not in state_dict and all(part in state_dict for part in parts):
+            state_dict[whole] = torch.stack([state_dict.pop(part) for part in parts])
+        elif not is_single and whole in state_dict and not any(p in state_dict for p in parts):
+            state_dict.update(zip(parts, state_dict.pop(whole), strict=True))
 
 
 def compute_deferred(handle: native.WeightHandle, parts: list[torch.Tensor], *, fuse: bool) -> None:

@@ -191,6 +191,36 @@ def _outputs_of_its_own(result: Any) -> Any:
     return tuple(map(own, result)) if isinstance(result, tuple) else own(result)
 
 
+class _RandomStates:
+    """A tracker's states of random numbers at one time.
+
+    Generators among them advance in place, so that their values are noted.
+
+    Parameters
+    ----------
+    tracker : object
+        The tracker, with ``get_states`` and ``set_states``.
+    """
+
+    def __init__(self, tracker: Any) -> None:
+        self._states = tracker.get_states()
+        values = self._states.values() if isinstance(self._states, dict) else ()
+        self._generators = [(state, state.get_state()) for state in values if _can_be_noted(state)]
+
+    def give_to(self, tracker: Any) -> None:
+        """Let a tracker continue from these states."""
+        for generator, value in self._generators:
+            generator.set_state(value)
+        tracker.set_states(self._states)
+
+
+def _can_be_noted(state: Any) -> bool:
+    """Tell whether a state is a generator that has a value; a capture's generators have values in replays alone."""
+    return isinstance(state, torch.Generator) and not (
+        state.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    )
+
+
 class _Checkpointed:
     """A checkpointed function: notes scales in its first call, and repeats it with them later."""
 
@@ -201,20 +231,20 @@ class _Checkpointed:
         self._kwargs = kwargs
         self._tracker = tracker
         self._first: scale_tape.Recording | None = None
-        self._rng_states: Any = None
+        self._rng_states: _RandomStates | None = None
 
     def __call__(self, *args: Any) -> Any:
         if self._first is None:
             self._first = scale_tape.Recording()
             if self._tracker is not None:
-                self._rng_states = self._tracker().get_states()
+                self._rng_states = _RandomStates(self._tracker())
             with activation_recompute_forward(True, False, _tape=self._first.tape):
                 result = self._function(*args, **self._kwargs)
             return result if torch.is_grad_enabled() else _outputs_of_its_own(result)
         rng_states = None
-        if self._tracker is not None:
-            rng_states = self._tracker().get_states()
-            self._tracker().set_states(self._rng_states)
+        if self._tracker is not None and self._rng_states is not None:
+            rng_states = _RandomStates(self._tracker())
+            self._rng_states.give_to(self._tracker())
         try:
             with (
                 self._first.region(),
@@ -222,8 +252,8 @@ class _Checkpointed:
             ):
                 return self._function(*args, **self._kwargs)
         finally:
-            if self._tracker is not None:
-                self._tracker().set_states(rng_states)
+            if self._tracker is not None and rng_states is not None:
+                rng_states.give_to(self._tracker())
 
 
 def _distributed(x: Any, group: Any) -> saved_tensors_hooks:

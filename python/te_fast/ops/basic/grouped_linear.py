@@ -24,7 +24,7 @@ from te_fast.ops.op import ALONE, Beside, OperationContext, PerOp
 from te_fast.runtime import native
 from te_fast.runtime.capturing import is_graph_capturing
 from te_fast.runtime.compiling import is_traced
-from te_fast.runtime.parts import compute_deferred, lay_together
+from te_fast.runtime.parts import compute_deferred, fit_state, lay_together
 from te_fast.runtime.splits import check_in_debug
 from te_fast.tensor import primary, stacks
 from te_fast.tensor.of_recipe import ONE, Stack
@@ -280,6 +280,11 @@ class GroupedLinear(ExtraTensorOperation, WeightedOperation):
         weight: torch.Tensor = getattr(self, self._weight_names[0])
         return autocast or weight.dtype
 
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        singles = {"weight": self.single_grouped_weight, "bias": self.single_grouped_bias}
+        fit_state(state_dict, prefix, self.num_groups, singles)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
     # Weight gradients -----------------------------------------------------------------------------
 
     def need_backward_dw(self) -> bool:
@@ -289,6 +294,12 @@ class GroupedLinear(ExtraTensorOperation, WeightedOperation):
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
         """Call a hook after each :meth:`backward_dw`."""
         self.wgrad_accumulation_and_reduce_hooks.append(hook)
+
+    def _has_deferred(self) -> bool:
+        """Tell whether weight gradients wait for :meth:`backward_dw`."""
+        loop: ExpertLoop | None = self.__dict__.get("_loop")
+        in_loop = loop is not None and loop.has_deferred()
+        return in_loop or bool(self._handle.deferred_count())
 
     def backward_dw(self) -> None:
         """Compute the weights' gradients of the oldest backward that left them.
@@ -303,7 +314,7 @@ class GroupedLinear(ExtraTensorOperation, WeightedOperation):
         loop: ExpertLoop | None = self.__dict__.get("_loop")
         if loop is not None and loop.has_deferred():
             loop.compute_deferred()
-        elif not self._handle.deferred_count():
+        elif not self._has_deferred():
             message = (
                 f"{type(self).__name__}: backward_dw() was called without a backward before it"
             )

@@ -113,7 +113,7 @@ impl<'a> TensorView<'a> {
         for (&size, &stride) in self.shape().iter().zip(self.strides()).rev() {
             if size != 1 {
                 if stride != expected {
-                    return size == 0;
+                    return self.shape().contains(&0);
                 }
                 expected *= size;
             }

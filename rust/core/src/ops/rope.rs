@@ -127,7 +127,7 @@ impl Heads {
             },
             _ => return Err(Error::shape(OP, "heads", "of three to five dimensions", format_args!("{shape:?}"))),
         };
-        if heads.channels > 1 && strides.last() != Some(&1) {
+        if heads.channels > 1 && strides.last() != Some(&1) && !shape.contains(&0) {
             return Err(Error::layout(OP, "channels", "side by side", format_args!("strides {strides:?}")));
         }
         Ok(heads)
