@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 import te_fast.pytorch as te
 from attention_reference import attend_one, attends
 from selection import quickly
+from te_fast.attention.multi_head import is_fresh
 from te_fast.errors import ArgumentError, DtypeError, ShapeError, UnsupportedError
 from te_fast.runtime.compiling import CAN_COMPILE
 from transformer_reference import HIDDEN, B, D, Plain, S, compare, make, relative
@@ -390,6 +391,18 @@ def test_a_product_that_a_mode_keeps_stays(kind):
         layer(torch.randn(S, B, HIDDEN), rotary_pos_emb=te.RotaryPositionEmbedding(D)(S).cpu())
     assert kept
     assert all(torch.equal(out, then) for out, then in kept)
+
+
+def test_a_default_device_needs_no_memory_for_rotated_heads():
+    layer = te.MultiheadAttention(HIDDEN, HIDDEN // D, attention_dropout=0.0, device="cpu")
+    x, angles = torch.randn(S, B, HIDDEN), te.RotaryPositionEmbedding(D)(S).cpu()
+    expected = layer(x, rotary_pos_emb=angles)
+    assert is_fresh(layer.qkv)
+    with torch.device("cpu"):
+        assert is_fresh(layer.qkv)
+        assert torch.equal(layer(x, rotary_pos_emb=angles), expected)
+    with TorchFunctionMode():
+        assert not is_fresh(layer.qkv)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
+from torch.utils._device import DeviceContext
 
 from te_fast.attention.dot_product import DotProductAttention
 from te_fast.attention.inference import InferenceParams
@@ -659,5 +661,16 @@ def is_fresh(layer: torch.nn.Module) -> bool:
     return (
         type(layer) in (Linear, LayerNormLinear)
         and are_called_plainly(layer)
-        and not torch._C._len_torch_function_stack()  # a mode sees the product, and may keep it
+        and not _is_seen_by_a_mode()
     )
+
+
+def _is_seen_by_a_mode() -> bool:
+    """Tell whether a mode of torch functions sees results, and may keep them; that of default devices keeps none."""
+    if is_compiling():
+        return False
+    modes = [
+        torch._C._get_function_stack_at(place)
+        for place in range(torch._C._len_torch_function_stack())
+    ]
+    return any([not isinstance(mode, DeviceContext) for mode in modes])
