@@ -15,8 +15,10 @@ from te_fast.errors import DtypeError, StateError
 from te_fast.pytorch.distributed import (
     activation_recompute_forward,
     get_activation_recompute_contexts,
+    get_all_rng_states,
     in_fp8_activation_recompute_phase,
     is_fp8_activation_recompute_enabled,
+    set_all_rng_states,
 )
 
 RECIPES = {
@@ -438,11 +440,17 @@ def test_states_of_a_random_number_tracker(reentrant):
     assert tracker.state == 40
 
 
-@REENTRANT
-def test_dropout_of_a_tracker_is_repeated(reentrant):
-    tracker = te.CudaRNGStatesTracker()
+@pytest.fixture
+def tracker():
+    """A tracker with one state, which other tests do not see."""
+    former, tracker = get_all_rng_states(), te.CudaRNGStatesTracker()
     tracker.add("model-parallel-rng", 7)
+    yield tracker
+    set_all_rng_states(former)
 
+
+@REENTRANT
+def test_dropout_of_a_tracker_is_repeated(tracker, reentrant):
     def function(x):
         with tracker.fork():
             return torch.nn.functional.dropout(x, 0.5)
