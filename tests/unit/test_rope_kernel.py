@@ -45,7 +45,7 @@ def test_heads_that_do_not_fit_the_product_are_told_so():
     ):
         with pytest.raises(ShapeError, match=match):
             split_rotated(packed, None, heads, in_place=True)
-    with pytest.raises(ShapeError, match="four dimensions, each once"):
+    with pytest.raises(ShapeError, match="all dimensions, each once"):
         split_rotated(packed, None, Heads(2, 2, 8), in_place=True, order=(0, 0, 1, 2))
 
 

@@ -289,11 +289,6 @@ class Heads(NamedTuple):
         parts = self.parts(packed)
         return tuple([part.flatten(-3, -2) for part in parts]) if self.is_grouped else parts
 
-    @property
-    def are_views(self) -> bool:
-        """Whether :meth:`split` copies nothing."""
-        return not self.is_grouped or self.per_group == 1
-
 
 class _Split(torch.autograd.Function):
     """Splits a product into queries, keys and values; backward writes one gradient of all three."""

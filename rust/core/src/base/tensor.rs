@@ -58,6 +58,16 @@ impl<'a> TensorView<'a> {
         (order.len() == self.shape().len() && seen.count_ones() as usize == order.len()).then_some(view)
     }
 
+    /// The view that [`Self::permuted`] makes this one of; none if `order` is not an order of all dimensions.
+    #[must_use]
+    pub fn unpermuted(&self, order: &[usize]) -> Option<Self> {
+        let mut back = [0; MAX_DIMS];
+        for (at, &dim) in order.iter().enumerate() {
+            *back.get_mut(dim)? = at;
+        }
+        self.permuted(back.get(..order.len())?)
+    }
+
     /// First element.
     #[must_use]
     pub fn data(&self) -> DevPtr<'a> {

@@ -115,7 +115,10 @@ pub(crate) fn split_rotated<'py>(
     call.run(0, |target, _| split(target, &heads, &view, into, &waves, interleaved))?;
     let (views, offsets) = (after.views(&own).python()?, after.offsets());
     let result = |at: usize| {
-        let part = ordered(&views[at], order)?;
+        let part = match order {
+            Some((a, b, c, d)) => views[at].permuted(&[a, b, c, d]).ok_or_else(|| no_order(&views[at])).python()?,
+            None => views[at],
+        };
         state.torch.alias(&Torch::to_alias(&memory, part.shape(), part.strides(), offsets[at])?)
     };
     Ok((result(0)?, result(1)?, result(2)?))
@@ -135,9 +138,10 @@ pub(crate) fn join_rotated<'py>(
     let py = grads.0.py();
     let (state, heads) = (state(py)?, packed(heads)?);
     let grads = [adjacent(state, &grads.0)?, adjacent(state, &grads.1)?, adjacent(state, &grads.2)?];
-    let back = order.map(inverse);
     let view = |grad: usize| -> PyResult<TensorView<'_>> {
-        ordered(&view_of(&state.reader, &grads[grad], "a gradient").python()?, back)
+        let view = view_of(&state.reader, &grads[grad], "a gradient").python()?;
+        let Some((a, b, c, d)) = order else { return Ok(view) };
+        view.unpermuted(&[a, b, c, d]).ok_or_else(|| no_order(&view)).python()
     };
     let views = [view(0)?, view(1)?, view(2)?];
     let call = DirectCall::new(state, py, "rotate", views[0].device())?;
@@ -163,20 +167,7 @@ fn adjacent<'py>(state: &State, tensor: &Bound<'py, PyAny>) -> PyResult<Bound<'p
     contiguous_copy(tensor)
 }
 
-fn ordered<'a>(view: &TensorView<'a>, order: Option<Order>) -> PyResult<TensorView<'a>> {
-    let Some((a, b, c, d)) = order else { return Ok(*view) };
-    let expected = "four dimensions, each once";
-    let wrong = || Error::shape("rotate", "the order", expected, format_args!("{order:?} of {:?}", view.shape()));
-    view.permuted(&[a, b, c, d]).ok_or_else(wrong).python()
-}
-
-fn inverse((a, b, c, d): Order) -> Order {
-    let mut places = [0; 4];
-    for (at, place) in [a, b, c, d].into_iter().enumerate() {
-        if let Some(slot) = places.get_mut(place) {
-            *slot = at;
-        }
-    }
-    let [a, b, c, d] = places;
-    (a, b, c, d)
+/// The error for an order that is none of the view's dimensions.
+fn no_order(view: &TensorView<'_>) -> Error {
+    Error::shape("rotate", "the order", "of all dimensions, each once", format_args!("one for {:?}", view.shape()))
 }

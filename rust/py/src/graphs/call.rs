@@ -17,7 +17,6 @@ use te_fast_core::recipe::region::{Former, Given, Region};
 use crate::error::Failure;
 use crate::graphs::OP;
 use crate::graphs::kinds::{Described, GivenKind};
-use crate::graphs::parts::{Part, Parts};
 use crate::program::check::check;
 use crate::program::handle::{ProgramHandle, PyProgram, Tuples};
 use crate::program::tensors::{Tensors, float, typed, typed_extras};
@@ -25,6 +24,19 @@ use crate::torch::process::{State, state};
 
 /// Rows of a step, in which the bytes for backward are counted; every buffer takes whole steps.
 const STEP: usize = 256;
+
+/// A part of a parameter; a parameter in one piece is its own part.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Part {
+    pub(super) rows: i64,
+    /// Whether it wants a gradient.
+    pub(super) wanted: bool,
+    /// Whether the `main_grad` of a parameter in one piece is overwritten in every microbatch.
+    pub(super) overwrites: bool,
+}
+
+/// The parts of one parameter.
+pub(super) type Parts = SmallVec<[Part; 1]>;
 
 /// Description of compiled calls of a program, without tensors and row counts.
 #[pyclass(module = "te_fast._native", frozen)]

@@ -9,24 +9,10 @@ use te_fast_core::program::Port;
 use crate::error::Failure;
 use crate::graphs::OP;
 use crate::graphs::call::TracedCall;
-use crate::graphs::registry::Otherwise;
 use crate::program::parts::join;
 use crate::program::tensors::Objects;
 use crate::tensor::stack::joined;
 use crate::torch::process::State;
-
-/// A part of a parameter; a parameter in one piece is its own part.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Part {
-    pub(super) rows: i64,
-    /// Whether it wants a gradient.
-    pub(super) wanted: bool,
-    /// Whether the `main_grad` of a parameter in one piece is overwritten in every microbatch.
-    pub(super) overwrites: bool,
-}
-
-/// The parts of one parameter.
-pub(super) type Parts = SmallVec<[Part; 1]>;
 
 /// The tensors that an operator reads, with whole parameters in place of parts.
 #[derive(Default)]
@@ -53,13 +39,13 @@ impl<'py> Wholes<'py> {
         state: &State,
         traced: &TracedCall,
         given: &[Bound<'py, PyAny>],
-        what: Otherwise,
+        is_forward: bool,
     ) -> Result<Option<Self>, Failure> {
         if !traced.has_parts() {
             return Ok(None);
         }
         let mut wholes = Self::default();
-        for next in next_tensors(traced, what) {
+        for next in next_tensors(traced, is_forward) {
             wholes.add(state, traced, given, &next)?;
         }
         for (at, behind) in given.iter().enumerate().skip(wholes.end()) {
@@ -127,12 +113,12 @@ fn unfit() -> Error {
 }
 
 /// The tensors of an operator in order, as far as parameters are among them.
-fn next_tensors(traced: &TracedCall, what: Otherwise) -> SmallVec<[Next; 16]> {
+fn next_tensors(traced: &TracedCall, is_forward: bool) -> SmallVec<[Next; 16]> {
     let row_of = |param: usize| match traced.given[param] {
         Some(_) => Next::Quantized { param, columnwise: false },
         None => Next::Plain(param),
     };
-    if matches!(what, Otherwise::Forward) {
+    if is_forward {
         let inputs = (0..=traced.key.extras.len()).map(|_| Next::One);
         return inputs.chain((0..traced.parts.len()).map(row_of)).collect();
     }

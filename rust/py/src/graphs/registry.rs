@@ -137,7 +137,7 @@ impl<'py> Operator<'py> {
         let (from, to) = (reads.iter().collect::<Objects<'_>>(), writes.iter().collect::<Objects<'_>>());
         let run = || -> Result<bool, Failure> {
             let copies;
-            let wholes = Wholes::of(state, operator.call.get(), &from, what)?;
+            let wholes = Wholes::of(state, operator.call.get(), &from, matches!(what, Otherwise::Forward))?;
             let objects = wholes.as_ref().map_or(&from, |wholes| &wholes.objects);
             let mut read = Operands::read(state, objects)?;
             if let Some(made) = read.copies(state)? {

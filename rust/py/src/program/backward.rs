@@ -20,7 +20,7 @@ use crate::program::buffers::Buffers;
 use crate::program::check::check_grad;
 use crate::program::forward::{CallWeights, Output, viewed};
 use crate::program::handle::{ProgramHandle, PyProgram, Shapes, Tuples};
-use crate::program::main_grad::{MainGrad, MainGrads, after_main_grad, main_grad};
+use crate::program::main_grad::{FusedParts, MainGrad, MainGrads, after_main_grad, main_grad};
 use crate::program::part_grads::of_parts;
 use crate::program::parts::Joined;
 use crate::program::tensors::{Objects, Optional};
@@ -153,9 +153,6 @@ pub(crate) struct Grads<'py> {
     pub(crate) fused: FusedParts<'py>,
     pub(crate) extras: Optional<'py>,
 }
-
-/// The `main_grad`s of parts, by parameter.
-pub(crate) type FusedParts<'py> = SmallVec<[(usize, MainGrads<'py>); 2]>;
 
 /// `apply` of the autograd node: gradients of (input, parameters..., extra inputs..., program, owner,
 /// `is_first_microbatch`, version).

@@ -58,6 +58,9 @@ pub(crate) struct MainGrads<'py> {
     whole: Option<MainGrad<'py>>,
 }
 
+/// The `main_grad`s of parts, by parameter.
+pub(crate) type FusedParts<'py> = SmallVec<[(usize, MainGrads<'py>); 2]>;
+
 impl<'py> MainGrads<'py> {
     /// Those of `parts`, which have so many `rows` of a stack of this `shape`.
     pub(crate) fn of(

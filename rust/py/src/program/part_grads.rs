@@ -6,8 +6,7 @@ use pyo3::types::PyList;
 use smallvec::SmallVec;
 
 use crate::error::Failure;
-use crate::program::backward::FusedParts;
-use crate::program::main_grad::{Dummies, MainGrads, give_later};
+use crate::program::main_grad::{Dummies, FusedParts, MainGrads, give_later};
 use crate::program::parts::{Joined, Share};
 use crate::program::tensors::{Objects, Optional};
 use crate::torch::process::State;
