@@ -23,6 +23,8 @@ from te_fast.tensor.primary import is_quantized
 
 # torch before 2.11 makes instances of autograd functions while it compiles, and then warns of its own instances.
 warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
+# torch 2.11's own code generation for GPUs
+warnings.filterwarnings("ignore", ".torch.jit.script_method. is deprecated", DeprecationWarning)
 COLS, FFN = 32, 64
 scenes = Scenes()
 scene = scenes.scene

@@ -17,11 +17,17 @@ from parallel_rank import close, fill, raises, random, rank_and_size, region, sh
 from ranks import Scenes, device
 from recipes import RECIPES
 from reference import QuantizedLinear
-from transformer_reference import HEADS, HIDDEN, B, D, Plain, S, make
+from transformer_reference import HEADS, HIDDEN, B, D, Plain, S
+from transformer_reference import make as made
 
 FFN = 64
 scenes = Scenes()
 scene = scenes.scene
+
+
+def make(kind=te.TransformerLayer, **options):
+    """A layer on this rank's device."""
+    return made(kind, **({"device": device()} | options))
 
 
 class Shared(Plain):
