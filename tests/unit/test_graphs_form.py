@@ -8,7 +8,7 @@ import torch._dynamo
 
 import te_fast.pytorch as te
 from graphs import needs_compile
-from te_fast.common.recipe import Float8CurrentScaling
+from te_fast.common.recipe import DelayedScaling, Float8CurrentScaling
 from te_fast.errors import UnsupportedError
 
 pytestmark = [needs_compile, pytest.mark.usefixtures("fresh_dynamo")]
@@ -112,3 +112,17 @@ def test_what_cannot_be_traced_is_refused_with_the_layers_name():
         match=r"fp8: fp8_output and fp8_grad|raised exception \w+\(UnsupportedError\)",
     ):
         in_fp8(compiled, x)
+
+
+def test_layers_that_are_not_called_keep_their_recipes():
+    """A trace prepares all layers of a kind; it says nothing of those that have another recipe."""
+    other, traced = (te.Linear(16, 16, device="cpu") for _ in range(2))
+    x = torch.randn(16, 16)
+    with te.autocast(recipe=Float8CurrentScaling()):
+        wanted = other(x)
+    compiled = torch.compile(traced, fullgraph=True, backend="aot_eager")
+    with te.autocast(recipe=DelayedScaling()):
+        compiled(x)
+    assert isinstance(other.fp8_meta["recipe"], Float8CurrentScaling)
+    with te.autocast(recipe=Float8CurrentScaling()):
+        assert torch.equal(other(x), wanted)

@@ -268,8 +268,10 @@ class Traced:
             order.prepare(device)
             # Another layer of this kind may have scales of another recipe; its own call handles them.
             known = owner._delayed_states_of_linears(forward=True)
-            if is_own or any(state is None for state in known):
+            if is_own:
                 owner._init_delayed_scaling()
+            elif any(state is None for state in known):
+                _prepare_scales_of(owner)
             self._watch(owner)
         kept = getattr(self, facts.kept, None) if facts.kept else None
         if facts.kept and (kept is None or kept[0].device != device):
@@ -344,3 +346,17 @@ class Traced:
         return describe(self.name, owner, self.program, recipe, cols, kinds)
 
     exported._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _prepare_scales_of(owner: Any) -> None:
+    """Make the scales of a layer that is not called now. If it has a recipe, that of its last call stays noted."""
+    meta = getattr(owner, "fp8_meta", None)
+    former = None if meta is None else meta.get("recipe")
+    if meta is None or former is None:
+        owner._init_delayed_scaling()
+        return
+    meta["recipe"] = None
+    try:
+        owner._init_delayed_scaling()
+    finally:
+        meta["recipe"] = former
