@@ -10,6 +10,8 @@ __all__ = [
     "AutocastRegion",
     "Buffers",
     "CurrentRegion",
+    "CutCall",
+    "CutSaved",
     "Dispatcher",
     "HeldRegion",
     "OptimizerWrites",
@@ -18,6 +20,7 @@ __all__ = [
     "ProgramSteps",
     "QuantizedValue",
     "Recipe",
+    "Snapshot",
     "TracedCall",
     "WeightHandle",
     "activation",
@@ -42,6 +45,9 @@ __all__ = [
     "autocast_take_first",
     "counters",
     "cuda_driver_version",
+    "cut_apply",
+    "cut_autograd_forward",
+    "cut_backward",
     "delayed_callbacks",
     "dequantize",
     "device_facts",
@@ -192,6 +198,19 @@ class ProgramSaved:
 @final
 class Buffers:
     def __new__(cls, output: Tensor | None, grad_input: Tensor | None, /) -> Self: ...
+
+@final
+class Snapshot:
+    def __new__(
+        cls, owner: Any, names: tuple[str, ...], modules: Sequence[tuple[Any, tuple[str, ...]]], /
+    ) -> Self: ...
+    def holds(self, owner: Any) -> bool: ...
+
+@final
+class CutCall: ...
+
+@final
+class CutSaved: ...
 
 @final
 class OptimizerWrites:
@@ -489,6 +508,16 @@ def autocast_take_first() -> bool: ...
 def counters() -> dict[str, int]: ...
 def cuda_driver_version() -> int: ...
 def delayed_callbacks(world_size: Any, agree: Any, all_reduce: Any, update: Any, /) -> None: ...
+def cut_apply(
+    first: tuple[Program, Any],
+    second: tuple[Program, Any],
+    x: Tensor,
+    between: Any,
+    is_first_microbatch: bool | None = None,
+    /,
+) -> Tensor | None: ...
+def cut_autograd_forward(ctx: Any, *arguments: Any) -> Tensor: ...
+def cut_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]: ...
 def dequantize(
     data: Tensor, scale_inv: Tensor, fp8: str, block: int, cols: int, out: Tensor, /
 ) -> None: ...
@@ -519,6 +548,8 @@ def install_hooks(
     *,
     apply: Any,
     backward_once: Any,
+    apply_cut: Any,
+    cut_backward_once: Any,
     padded: Any,
     padded_run: Any,
     on_nothing: Any,

@@ -202,7 +202,7 @@ def _combined(
 _NATIVE = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def _is_native(*tensors: torch.Tensor) -> bool:
+def are_native(*tensors: torch.Tensor) -> bool:
     """Tell whether the kernel takes tensors: plain tensors of its types that are not traced."""
     return is_unseen(*tensors) and all(
         [t.dtype in _NATIVE and t.layout is torch.strided for t in tensors]
@@ -229,7 +229,7 @@ class _Rotate(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.how = interleaved, heads, transposed
-        if not _is_native(t, cos, sin):
+        if not are_native(t, cos, sin):
             return _combined(t, (cos, sin), interleaved, heads, transposed)
         t = _rows(t)
         out = torch.empty_like(t)
@@ -320,7 +320,7 @@ class _Join(torch.autograd.Function):
         return *_Split.apply(grad.contiguous(), False, *ctx.given), None, None, None, None
 
 
-# Python's `Function.apply` looks for functorch's transforms, which `_is_native` has excluded.
+# Python's `Function.apply` looks for functorch's transforms, which `are_native` has excluded.
 _apply_split = super(torch.autograd.Function, _Split).apply
 
 
@@ -360,7 +360,7 @@ def split_rotated(
     """
     of_q, of_k = waves or ((), ())
     checked = of_q if of_k is of_q else (*of_q, *of_k)
-    if (waves is not None or in_place) and _is_native(packed, *checked):
+    if (waves is not None or in_place) and are_native(packed, *checked):
         angles = None if waves is None else (*of_q, *of_k)
         return _apply_split(packed.contiguous(), in_place, angles, heads, interleaved, order)
     if waves is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,7 +14,7 @@ from te_fast.attention.scores import Scores, attend
 from te_fast.runtime.module_hooks import are_called_plainly
 
 #: The permutation from a format to the order of dimensions that torch's attention takes, and its inverse.
-_ORDERS = {"sbhd": ((1, 2, 0, 3), (2, 0, 1, 3)), "bshd": ((0, 2, 1, 3), (0, 2, 1, 3))}
+ORDERS = {"sbhd": ((1, 2, 0, 3), (2, 0, 1, 3)), "bshd": ((0, 2, 1, 3), (0, 2, 1, 3))}
 
 #: Arguments of a call without options.
 _NOTHING: dict[str, Any] = {
@@ -32,14 +32,87 @@ _NOTHING: dict[str, Any] = {
 }
 
 
-def attend_simply(
-    attention: MultiheadAttention,
-    hidden: torch.Tensor,
-    is_first_microbatch: bool | None,
-    angles: Rotation,
-    given: dict[str, Any],
-) -> torch.Tensor | None:
-    """Compute :meth:`MultiheadAttention.attend` at less host cost, if the call has no other options.
+class SimpleCall(NamedTuple):
+    """A call of self attention without options.
+
+    Attributes
+    ----------
+    first : torch.nn.Module
+        The layer that computes the product of queries, keys and values.
+    waves : tuple, optional
+        Cosines and sines that rotate queries and keys.
+    heads : Heads
+        The product's columns.
+    fmt : {'sbhd', 'bshd'}
+        The input's format.
+    scores : Scores
+        How scores are computed.
+    interleaved : bool
+        Rotate adjacent channels together.
+    """
+
+    first: Any
+    waves: tuple[Waves, Waves] | None
+    heads: Heads
+    fmt: str
+    scores: Scores
+    interleaved: bool
+
+    def attend(self, hidden: torch.Tensor, is_first_microbatch: bool | None) -> torch.Tensor:
+        """Compute :meth:`MultiheadAttention.attend` at less host cost: heads merged."""
+        mixed: torch.Tensor = self.first(hidden, is_first_microbatch=is_first_microbatch)
+        how: dict[str, Any] = {"interleaved": self.interleaved, "in_place": is_fresh(self.first)}
+        return attend_product(mixed, self.waves, self.heads, self.fmt, self.scores, **how)
+
+    def waves_of(self, hidden: torch.Tensor, angles: Any) -> tuple[Waves, Waves]:
+        """Return cosines and sines of other angles, for queries and for keys."""
+        return _waves_of(hidden, angles, self.fmt, interleaved=self.interleaved)
+
+    def orders(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the orders of dimensions from heads in the format to those of torch's attention, and back."""
+        return ORDERS[self.fmt]
+
+
+def _waves_of(
+    hidden: torch.Tensor, angles: Any, fmt: str, *, interleaved: bool
+) -> tuple[Waves, Waves]:
+    of_q, of_k = angles if isinstance(angles, tuple) else (angles, angles)
+    of_queries = of_keys = waves_of(of_q, hidden.shape, fmt, interleaved=interleaved)
+    if of_k is not of_q:
+        of_keys = waves_of(of_k, hidden.shape, fmt, interleaved=interleaved)
+    return of_queries, of_keys
+
+
+#: The attributes and children that :func:`simple_call` reads of a layer of attention, and of the attention within.
+NOTED_OF_ATTENTION = (
+    *("attention_type", "return_layernorm_output", "q_norm", "k_norm", "qkv_format", "_heads"),
+    *(
+        "rotary_pos_interleaved",
+        "input_layernorm",
+        "layernorm_qkv",
+        "qkv",
+        "proj",
+        "core_attention",
+    ),
+)
+NOTED_OF_CORE = (
+    *(
+        "qkv_format",
+        "softmax_type",
+        "return_max_logit",
+        "_kernels",
+        "softcap",
+        "training",
+        "_rules",
+    ),
+    *("attention_dropout", "get_rng_state_tracker", "softmax_scale"),
+)
+
+
+def simple_call(
+    attention: MultiheadAttention, hidden: torch.Tensor, angles: Rotation, given: dict[str, Any]
+) -> SimpleCall | None:
+    """Return a call of self attention, if it has no options; None if it has.
 
     Parameters
     ----------
@@ -47,45 +120,27 @@ def attend_simply(
         The module.
     hidden : torch.Tensor
         The input.
-    is_first_microbatch : bool, optional
-        As :meth:`te_fast.pytorch.Linear.forward` takes it.
     angles : torch.Tensor or tuple, optional
         Angles.
     given : dict
         Arguments of the attention within.
-
-    Returns
-    -------
-    torch.Tensor, optional
-        Heads merged; None if the call needs more, in which case nothing has been computed.
     """
     modules = attention._modules
-    core: Any = modules["core_attention"]
     if (
         attention.attention_type != "self"
         or attention.return_layernorm_output
         or attention.q_norm is not None
     ):
         return None
-    scores = simple_scores(core, given)
+    scores = simple_scores(modules["core_attention"], given)
     if scores is None:
         return None
-    first: Any = modules["layernorm_qkv" if attention.input_layernorm else "qkv"]
-    mixed: torch.Tensor = first(hidden, is_first_microbatch=is_first_microbatch)
-    fmt, heads, interleaved = (
-        attention.qkv_format,
-        attention._heads,
-        attention.rotary_pos_interleaved,
-    )
+    fmt, interleaved = attention.qkv_format, attention.rotary_pos_interleaved
     waves = None
     if angles is not None:
-        of_q, of_k = angles if isinstance(angles, tuple) else (angles, angles)
-        of_queries = of_keys = waves_of(of_q, mixed.shape, fmt, interleaved=interleaved)
-        if of_k is not of_q:
-            of_keys = waves_of(of_k, mixed.shape, fmt, interleaved=interleaved)
-        waves = of_queries, of_keys
-    how: dict[str, Any] = {"interleaved": interleaved, "in_place": is_fresh(first)}
-    return attend_product(mixed, waves, heads, fmt, scores, **how)
+        waves = _waves_of(hidden, angles, fmt, interleaved=interleaved)
+    first = modules["layernorm_qkv" if attention.input_layernorm else "qkv"]
+    return SimpleCall(first, waves, attention._heads, fmt, scores, interleaved)
 
 
 def attend_product(
@@ -123,7 +178,7 @@ def attend_product(
     torch.Tensor
         Heads merged, in the product's format.
     """
-    into, out_of = _ORDERS[fmt]
+    into, out_of = ORDERS[fmt]
     q, k, v = split_rotated(
         mixed, waves, heads, interleaved=interleaved, in_place=in_place, order=into
     )
@@ -151,7 +206,7 @@ def _is_simple(core: Any, given: dict[str, Any]) -> bool:
     """Tell whether a call has no options other than a mask that follows from the tokens' positions."""
     return (
         type(core) is DotProductAttention
-        and core.qkv_format in _ORDERS
+        and core.qkv_format in ORDERS
         and core.softmax_type == "vanilla"
         and not core.return_max_logit
         and all(core._kernels)

@@ -10,6 +10,9 @@ from te_fast.runtime import native
 from te_fast.runtime.compiling import is_unseen
 from te_fast.runtime.module_hooks import are_called_plainly
 
+#: A module, and names of its attributes and children.
+Noted = tuple[torch.nn.Module, tuple[str, ...]]
+
 
 class Tail:
     """The layers behind attention as one program over their parameters, with their FP8 weights and scales.
@@ -48,6 +51,11 @@ class Tail:
             and mlp.__dict__.get("_handles") is handles[1]
         )
 
+    def noted(self) -> list[Noted]:
+        """Return the layers, with the names of attributes that :meth:`is_of` and :meth:`takes` read."""
+        names = ("_handles", "_exchange")
+        return [(self._proj, (*names, "_save_original_input")), (self._mlp, (*names, "checkpoint"))]
+
     def takes(self, hidden: torch.Tensor) -> bool:
         """Tell whether the program computes the same as calls of the layers."""
         proj, mlp = self._proj, self._mlp
@@ -85,10 +93,14 @@ class Tail:
         enabled, *_, epoch = native.autocast_region()
         if enabled and epoch != self._epoch:
             self._epoch = epoch
-            self._proj._enter_region()
-            self._mlp._enter_region()
+            self._enter_region()
         out: torch.Tensor = native.program_apply(self.program, self, context, (residual,), first)
         return out
+
+    def _enter_region(self) -> None:
+        """Note the autocast region in both layers; the dispatcher calls it, too, when the region is new."""
+        self._proj._enter_region()
+        self._mlp._enter_region()
 
     def _init_delayed_scaling(self) -> None:
         """Register the scales of both layers; the dispatcher calls it when the autocast region is new."""

@@ -9,9 +9,15 @@ import torch
 from torch.compiler import is_compiling
 from torch.nn import functional
 
+from te_fast.attention.block import Attending, Block, KnownCall
 from te_fast.attention.inference import InferenceParams
 from te_fast.attention.multi_head import CompositeModule, MultiheadAttention, Rotation, heads_of
-from te_fast.attention.simple import attend_simply
+from te_fast.attention.simple import (
+    NOTED_OF_ATTENTION,
+    NOTED_OF_CORE,
+    SimpleCall,
+    simple_call,
+)
 from te_fast.attention.tail import Tail
 from te_fast.errors import ShapeError
 from te_fast.layers.layernorm_mlp import LayerNormMLP
@@ -20,6 +26,13 @@ from te_fast.layers.parameters import refuse
 from te_fast.parallel.ranks import divided
 from te_fast.runtime.module_hooks import are_called_plainly
 
+#: The attributes and children of a layer that decide whether a call runs in one autograd node.
+_NOTED = (
+    *("training", "hidden_dropout", "output_layernorm", "parallel_attention_mlp", "layer_type"),
+    *("apply_residual_connection_post_layernorm", "drop_path", "sequence_parallel", "seq_length"),
+    *("softcap", "self_attn_mask_type", "window_size", "bottom_right_diagonal"),
+    *("self_attention", "layernorm_mlp"),
+)
 Mask = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
 
 
@@ -49,7 +62,8 @@ class DropPath(torch.nn.Module):
 class TransformerLayer(CompositeModule):
     """Attention and feed-forward block, with their residual connections.
 
-    Without dropout, projection, residual sum, norm and feed-forward block are one program with one autograd node.
+    Without dropout, projection, residual sum, norm and feed-forward block are one program. If self attention has no
+    options other than a causal mask, the whole layer has one autograd node.
 
     Parameters
     ----------
@@ -322,7 +336,8 @@ class TransformerLayer(CompositeModule):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave native parts out; the copy makes its own."""
-        return {name: value for name, value in self.__dict__.items() if name != "_tail"}
+        made = ("_tail", "_block", "_known")
+        return {name: value for name, value in self.__dict__.items() if name not in made}
 
     # Forward --------------------------------------------------------------------------------------
 
@@ -391,24 +406,36 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
         UnsupportedError
             For what torch's kernels cannot do.
         """
-        if self.sequence_parallel and self.seq_length is not None:
-            self._check_share(hidden_states)
-        hidden = hidden_states.contiguous()
-        if torch.is_autocast_enabled(hidden.device.type):
-            hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
+        has_options = (
+            attention_mask is not None
+            or self_attn_mask_type is not None
+            or window_size is not None
+            or bottom_right_diagonal is not None
+            or inference_params is not None
+            or core_attention_bias is not None
+            or alibi_slopes is not None
+            or softcap is not None
+            or thd_attention_policies is not None
+            or checkpoint_core_attention
+            or core_attention_bias_type != "no_bias"
+            or thd_attention_policy_dispatch != "auto"
+        )
+        known: KnownCall | None = self.__dict__.get("_known")
+        if known is not None and not has_options and not is_compiling():
+            y = known(self, hidden_states, rotary_pos_emb, is_first_microbatch)
+            if y is not None:
+                return y
         given: dict[str, Any] = {
             "checkpoint_core_attention": checkpoint_core_attention,
             "inference_params": inference_params,
             "core_attention_bias_type": core_attention_bias_type,
             "core_attention_bias": core_attention_bias,
             "alibi_slopes": alibi_slopes,
-            "softcap": self.softcap if softcap is None else softcap,
+            "softcap": _or_own(softcap, self.softcap),
             "attention_mask": attention_mask,
             "attn_mask_type": self_attn_mask_type or self.self_attn_mask_type,
-            "window_size": self.window_size if window_size is None else window_size,
-            "bottom_right_diagonal": self.bottom_right_diagonal
-            if bottom_right_diagonal is None
-            else bottom_right_diagonal,
+            "window_size": _or_own(window_size, self.window_size),
+            "bottom_right_diagonal": _or_own(bottom_right_diagonal, self.bottom_right_diagonal),
             "cu_seqlens_q": cu_seqlens_q,
             "cu_seqlens_kv": cu_seqlens_q,
             "cu_seqlens_q_padded": cu_seqlens_q_padded,
@@ -419,36 +446,54 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
             "thd_attention_policies": thd_attention_policies,
             "thd_attention_policy_dispatch": thd_attention_policy_dispatch,
         }
+        crossing: dict[str, Any] = {
+            "encoder_output": encoder_output,
+            "thd_attention_policies": None,
+            "thd_attention_policy_dispatch": "auto",
+            "attention_mask": enc_dec_attn_mask,
+            "attn_mask_type": enc_dec_attn_mask_type or self.enc_dec_attn_mask_type,
+            "window_size": _or_own(enc_dec_window_size, self.enc_dec_window_size),
+            "bottom_right_diagonal": _or_own(
+                enc_dec_bottom_right_diagonal, self.enc_dec_bottom_right_diagonal
+            ),
+            "cu_seqlens_kv": cu_seqlens_kv,
+            "cu_seqlens_kv_padded": cu_seqlens_kv_padded,
+            "max_seqlen_kv": max_seqlen_kv,
+        }
+        step = {"is_first_microbatch": is_first_microbatch, "rotary_pos_emb": rotary_pos_emb}
+        return self._forward_general(hidden_states, step, given, crossing, notes=not has_options)
+
+    def _forward_general(
+        self,
+        hidden_states: torch.Tensor,
+        step: dict[str, Any],
+        given: dict[str, Any],
+        crossing: dict[str, Any],
+        *,
+        notes: bool,
+    ) -> torch.Tensor:
+        """Apply the layer with arguments of self attention, and those of cross attention that differ from them.
+
+        With `notes`, the next call without options is compared with this one.
+        """
+        if self.sequence_parallel and self.seq_length is not None:
+            self._check_share(hidden_states)
+        hidden = hidden_states.contiguous()
+        if torch.is_autocast_enabled(hidden.device.type):
+            hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
         tail = self._tail_for(hidden)
         if tail is not None:
-            context = self._attended(hidden, is_first_microbatch, rotary_pos_emb, given)
-            return tail(context, hidden, is_first_microbatch)
-        step = {"is_first_microbatch": is_first_microbatch, "rotary_pos_emb": rotary_pos_emb}
+            return self._run_with_tail(tail, hidden, step, given, notes=notes)
         attended = self.self_attention(hidden, **step, **given)
         if self.parallel_attention_mlp:
-            return self._summed(attended, self.layernorm_mlp(hidden, is_first_microbatch), hidden)
+            mlp = self.layernorm_mlp(hidden, step["is_first_microbatch"])
+            return self._summed(attended, mlp, hidden)
         hidden = self._with_residual(attended, hidden, self.drop_path)
         if self.layer_type == "decoder":
-            crossing = given | {
-                "thd_attention_policies": None,
-                "thd_attention_policy_dispatch": "auto",
-                "attention_mask": enc_dec_attn_mask,
-                "attn_mask_type": enc_dec_attn_mask_type or self.enc_dec_attn_mask_type,
-                "window_size": _or_own(enc_dec_window_size, self.enc_dec_window_size),
-                "bottom_right_diagonal": _or_own(
-                    enc_dec_bottom_right_diagonal, self.enc_dec_bottom_right_diagonal
-                ),
-                "cu_seqlens_kv": cu_seqlens_kv,
-                "cu_seqlens_kv_padded": cu_seqlens_kv_padded,
-                "max_seqlen_kv": max_seqlen_kv,
-            }
-            crossed = self.inter_attention(
-                hidden, encoder_output=encoder_output, **step, **crossing
-            )
+            crossed = self.inter_attention(hidden, **step, **(given | crossing))
             hidden = self._with_residual(crossed, hidden, None)
-        output = self._with_residual(
-            self.layernorm_mlp(hidden, is_first_microbatch), hidden, self.drop_path
-        )
+        mlp = self.layernorm_mlp(hidden, step["is_first_microbatch"])
+        output = self._with_residual(mlp, hidden, self.drop_path)
         return self.layernorm(output) if self.output_layernorm else output
 
     def _check_share(self, hidden: torch.Tensor) -> None:
@@ -481,15 +526,45 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
             tail = self.__dict__["_tail"] = Tail(proj, mlp, self._shown)
         return tail if tail.takes(hidden) else None
 
-    def _attended(
-        self, hidden: torch.Tensor, is_first: bool | None, angles: Rotation, given: dict[str, Any]
+    def _run_with_tail(
+        self,
+        tail: Tail,
+        hidden: torch.Tensor,
+        step: dict[str, Any],
+        given: dict[str, Any],
+        *,
+        notes: bool,
     ) -> torch.Tensor:
-        """Return the heads of self attention, merged."""
+        """Return the layer's result, from one autograd node if torch's kernel for attention needs no mask."""
+        is_first, angles = step["is_first_microbatch"], step["rotary_pos_emb"]
         attention = self.self_attention
-        context = attend_simply(attention, hidden, is_first, angles, given)
-        if context is None:
+        call = simple_call(attention, hidden, angles, given)
+        if call is None:
             context, _ = attention.attend((hidden, None), is_first, angles, given)
-        return context
+            return tail(context, hidden, is_first)
+        if Block.takes(call.first, hidden, call.waves):
+            block: Block | None = self.__dict__.get("_block")
+            if block is None or not block.is_of(call.first, tail):
+                block = self.__dict__["_block"] = Block(call.first, tail, self._shown)
+            between = block.attending(hidden, call)
+            if between is not None:
+                y = block(hidden, between, is_first)
+                if y is not None:
+                    if notes:
+                        self._note(block, hidden, call, between)
+                    return y
+        return tail(call.attend(hidden, is_first), hidden, is_first)
+
+    def _note(
+        self, block: Block, hidden: torch.Tensor, call: SimpleCall, between: Attending
+    ) -> None:
+        attention = self.self_attention
+        modules = (
+            (attention, NOTED_OF_ATTENTION),
+            (attention.core_attention, NOTED_OF_CORE),
+        )
+        known = KnownCall(block, hidden, call, between, (self, _NOTED), modules)
+        self.__dict__["_known"] = known
 
     def _is_plain(self) -> bool:
         return not (

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.compiler import is_compiling
 
+from te_fast.attention.block import Block
 from te_fast.attention.dot_product import DotProductAttention
 from te_fast.attention.rope import (
     Heads,
@@ -19,7 +20,7 @@ from te_fast.attention.rope import (
     signed_waves,
     split_rotated,
 )
-from te_fast.attention.simple import attend_product, simple_scores
+from te_fast.attention.simple import SimpleCall, attend_product, simple_scores
 from te_fast.attention.tail import Tail
 from te_fast.convert.gated import GatedMLP
 from te_fast.convert.known import Attention, Decoder, Norm
@@ -293,6 +294,7 @@ class DecoderForward(OwnedForward):
         self.qkv, self.core, self.out = parts
         self.mlp: Tied | None = None
         self._tail: Tail | None = None
+        self._block: Block | None = None
         self._found = [(attention.module, list(attention.module._modules.items()))]
         own = [("input_layernorm", first), ("self_attn", attention.module)]
         if found.activation is not None:
@@ -306,8 +308,8 @@ class DecoderForward(OwnedForward):
         return self._found
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the native program out; the copy makes its own."""
-        return super().__getstate__() | {"_tail": None}
+        """Leave native programs out; the copy makes its own."""
+        return super().__getstate__() | {"_tail": None, "_block": None}
 
     def packed(self) -> list[list[torch.nn.Parameter]]:
         """Return weights and biases of queries, keys and values, and of both halves of the feed-forward block."""
@@ -385,10 +387,14 @@ class DecoderForward(OwnedForward):
             An empty cache, which takes keys and values.
         """
         owner: Any = self._owner()
-        mixed = self.qkv(hidden_states)
         waves = _waves_of(*position_embeddings)
-        context = self._attended(mixed, waves, attention_mask, past_key_values)
         tail = self._tail_for(hidden_states)
+        if tail is not None and attention_mask is None and past_key_values is None:
+            y = self._in_one_node(tail, hidden_states, waves)
+            if y is not None:
+                return y
+        mixed = self.qkv(hidden_states)
+        context = self._attended(mixed, waves, attention_mask, past_key_values)
         if tail is not None:
             return tail(context, hidden_states, None)
         h = hidden_states + self.out(context)
@@ -409,13 +415,32 @@ class DecoderForward(OwnedForward):
             self._tail = Tail(proj, mlp, mlp.name)
         return self._tail if self._tail.takes(hidden) else None
 
+    def _in_one_node(self, tail: Tail, hidden: torch.Tensor, waves: Waves) -> torch.Tensor | None:
+        """Return the layer's result; None if the layers must be called one by one."""
+        scores = None if self._has_head_norms else simple_scores(self._core())
+        if scores is None:
+            return None
+        self.qkv.refresh()
+        call = SimpleCall(self.qkv.layer, (waves, waves), self._heads, "bshd", scores, False)
+        if not Block.takes(call.first, hidden, call.waves):
+            return None
+        if self._block is None or not self._block.is_of(call.first, tail):
+            self._block = Block(call.first, tail, self.qkv.layer.name)
+        between = self._block.attending(hidden, call)
+        return None if between is None else self._block(hidden, between, None)
+
+    def _core(self) -> DotProductAttention:
+        """Return attention itself, in the module's mode."""
+        owner: Any = self._owner()
+        self.core.__dict__["training"] = owner.training
+        return self.core
+
     def _attended(
         self, mixed: torch.Tensor, waves: Waves, mask: torch.Tensor | None, cache: Any
     ) -> torch.Tensor:
         """Return the heads of attention, merged."""
         owner: Any = self._owner()
-        core, heads = self.core, self._heads
-        core.__dict__["training"] = owner.training
+        core, heads = self._core(), self._heads
         note = None
         if cache is not None:
             note = partial(cache.update, layer_idx=owner.self_attn.layer_idx)

@@ -100,11 +100,36 @@ def program_backward_once(ctx: Any, *grads: torch.Tensor) -> Any:
     return native.program_backward(ctx, *grads)
 
 
+class _CutFunction(torch.autograd.Function):
+    """Arguments: input, parameters or parts of both programs, the call."""
+
+    forward = staticmethod(native.cut_autograd_forward)
+    backward = staticmethod(native.cut_backward)
+
+
+class CutBackward(_CutFunction._backward_cls):  # type: ignore[name-defined, misc]
+    """The node of two programs and the function between them."""
+
+    __slots__ = ("te_saved",)
+    apply = native.instance_method(native.cut_backward)
+
+
+_CutFunction._backward_cls = CutBackward
+
+
+@once_differentiable
+def cut_backward_once(ctx: Any, grad: torch.Tensor) -> Any:
+    """Backward under ``create_graph=True``: differentiating again raises."""
+    return native.cut_backward(ctx, grad)
+
+
 # Python's `Function.apply` costs 2 us more than the C++ method that it wraps. The wrapper serves functorch, whose
 # transforms do not reach the native path, since their tensors have no memory to read.
 native.install_hooks(
     apply=super(torch.autograd.Function, _ProgramFunction).apply,
     backward_once=program_backward_once,
+    apply_cut=super(torch.autograd.Function, _CutFunction).apply,
+    cut_backward_once=cut_backward_once,
     padded=rows.apply_padded,
     padded_run=rows.run_padded,
     on_nothing=rows.apply_on_nothing,

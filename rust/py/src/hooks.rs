@@ -19,6 +19,9 @@ pub(crate) struct Hooks {
     pub(crate) apply: Py<PyAny>,
     /// The same backward for `create_graph=True`, where differentiating again must raise.
     pub(crate) backward_once: Py<PyAny>,
+    /// The same of the autograd function of two programs with a function between them.
+    pub(crate) apply_cut: Py<PyAny>,
+    pub(crate) cut_backward_once: Py<PyAny>,
     /// `apply_padded`: a call with rows that must be padded for its GEMMs.
     pub(crate) padded: Py<PyAny>,
     /// `run_padded`: the same for `program_run_forward`.
@@ -43,12 +46,14 @@ static HOOKS: PyOnceLock<Hooks> = PyOnceLock::new();
 
 /// Sets the Python functions; once, at import.
 #[pyfunction]
-#[pyo3(signature = (*, apply, backward_once, padded, padded_run, on_nothing, update_backward_scales, skip_weight_flag, recompute, dummy_wgrad))]
+#[pyo3(signature = (*, apply, backward_once, apply_cut, cut_backward_once, padded, padded_run, on_nothing, update_backward_scales, skip_weight_flag, recompute, dummy_wgrad))]
 #[expect(clippy::too_many_arguments, reason = "keywords of a Python function")]
 pub(crate) fn install_hooks(
     py: Python<'_>,
     apply: Py<PyAny>,
     backward_once: Py<PyAny>,
+    apply_cut: Py<PyAny>,
+    cut_backward_once: Py<PyAny>,
     padded: Py<PyAny>,
     padded_run: Py<PyAny>,
     on_nothing: Py<PyAny>,
@@ -60,6 +65,8 @@ pub(crate) fn install_hooks(
     let hooks = Hooks {
         apply,
         backward_once,
+        apply_cut,
+        cut_backward_once,
         padded,
         padded_run,
         on_nothing,

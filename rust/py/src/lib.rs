@@ -81,9 +81,13 @@ mod _native {
     #[pymodule_export]
     use crate::layer::module::{are_as_found, are_called_plainly};
     #[pymodule_export]
+    use crate::layer::snapshot::Snapshot;
+    #[pymodule_export]
     use crate::program::backward::{ProgramSaved, program_backward};
     #[pymodule_export]
     use crate::program::buffers::Buffers;
+    #[pymodule_export]
+    use crate::program::cut::{CutCall, CutSaved, cut_apply, cut_autograd_forward, cut_backward};
     #[pymodule_export]
     use crate::program::deferred::{program_backward_dw, weight_gradient};
     #[pymodule_export]

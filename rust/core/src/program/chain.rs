@@ -400,7 +400,8 @@ impl Chain {
     /// Columns of the first op's input, if they are fixed.
     #[must_use]
     pub fn input_cols(&self) -> Option<usize> {
-        match self.links.first()?.op {
+        let keeps = |op: &Op| !matches!(op, Op::MakeExtraOutput { .. });
+        match self.links.iter().find(|link| keeps(&link.op))?.op {
             Op::Linear { inputs, .. } => Some(inputs),
             Op::Bias { size, .. } => Some(size),
             Op::Norm { cols, .. } | Op::Router(Router { cols, .. }) => Some(cols),

@@ -127,7 +127,7 @@ pub(crate) fn are_as_found(watched: &Bound<'_, PyAny>) -> PyResult<bool> {
 
 /// Whether a module has no hooks, no compiled call and no `forward` of its own.
 #[inline]
-fn is_unhooked(attributes: &Bound<'_, PyDict>) -> PyResult<bool> {
+pub(crate) fn is_unhooked(attributes: &Bound<'_, PyDict>) -> PyResult<bool> {
     let py = attributes.py();
     let compiled = attributes.get_item(intern!(py, "_compiled_call_impl"))?;
     Ok(has_no_hook(attributes)?
@@ -152,7 +152,7 @@ fn has_no_hook(attributes: &Bound<'_, PyDict>) -> PyResult<bool> {
     Ok(true)
 }
 
-fn has_no_global_hook(state: &State, py: Python<'_>) -> bool {
+pub(crate) fn has_no_global_hook(state: &State, py: Python<'_>) -> bool {
     state.torch.global_hooks.iter().all(|hooks| hooks.bind(py).is_empty())
 }
 

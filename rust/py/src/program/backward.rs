@@ -67,11 +67,7 @@ pub(crate) struct ProgramSaved {
 impl ProgramSaved {
     #[expect(clippy::needless_pass_by_value, reason = "what PyO3 calls with")]
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
-        visit.call(&self.handle)?;
-        visit.call(&self.owner)?;
-        self.joined.iter().try_for_each(|joined| visit.call(joined))?;
-        self.buffers.iter().try_for_each(|buffers| visit.call(buffers))?;
-        self.params.iter().try_for_each(|param| visit.call(param))
+        self.visit(&visit)
     }
 
     /// Whether the FP8 weights that backward reads still exist.
@@ -88,6 +84,15 @@ impl ProgramSaved {
 }
 
 impl ProgramSaved {
+    /// Shows Python's garbage collector what it refers to.
+    pub(crate) fn visit(&self, visit: &PyVisit<'_>) -> Result<(), PyTraverseError> {
+        visit.call(&self.handle)?;
+        visit.call(&self.owner)?;
+        self.joined.iter().try_for_each(|joined| visit.call(joined))?;
+        self.buffers.iter().try_for_each(|buffers| visit.call(buffers))?;
+        self.params.iter().try_for_each(|param| visit.call(param))
+    }
+
     /// The program's name in messages.
     fn name(&self, py: Python<'_>) -> Option<String> {
         self.handle.bind(py).try_borrow().ok().map(|handle| handle.name.clone())
@@ -173,22 +178,31 @@ pub(crate) fn program_backward<'py>(
     // Check this before torch does, whose message would name bytes instead of the input.
     kept.check_input().map_err(|failure| failure.named(kept.name(py).as_deref()))?;
     let tensors = ctx.getattr(intern!(py, "saved_tensors"))?.cast_into::<PyTuple>()?;
-    let grads = run(state, kept, &tensors, &grads.iter().collect::<Objects<'_>>(), Vec::new())?;
-    let params = match &kept.joined {
-        Some(joined) => {
-            let (given, overwrite) = ((grads.params, &grads.fused), kept.overwrite_main_grad);
-            of_parts((state, py), joined.get(), given, overwrite)
-                .map_err(|failure| failure.named(kept.name(py).as_deref()))?
-        }
-        None => grads.params,
-    };
+    let grads = gradients(state, kept, &tensors, &grads.iter().collect::<Objects<'_>>())?;
     let none = || py.None().into_bound(py);
     let mut all: SmallVec<[_; 12]> = SmallVec::new();
     all.push(grads.input.unwrap_or_else(none));
-    all.extend(params.into_iter().map(|grad| grad.unwrap_or_else(none)));
+    all.extend(grads.params.into_iter().map(|grad| grad.unwrap_or_else(none)));
     all.extend(grads.extras.into_iter().map(|grad| grad.unwrap_or_else(none)));
     all.extend((0..OTHERS).map(|_| none()));
     Ok(PyTuple::new(py, all)?.into_any())
+}
+
+/// Runs a backward; the gradients are those of the tensors that autograd got in forward, parameters or their parts.
+pub(crate) fn gradients<'py>(
+    state: &State,
+    kept: &ProgramSaved,
+    tensors: &Bound<'py, PyTuple>,
+    grads: &[Bound<'py, PyAny>],
+) -> PyResult<Grads<'py>> {
+    let py = tensors.py();
+    let mut found = run(state, kept, tensors, grads, Vec::new())?;
+    if let Some(joined) = &kept.joined {
+        let (given, overwrite) = ((found.params, &found.fused), kept.overwrite_main_grad);
+        found.params = of_parts((state, py), joined.get(), given, overwrite)
+            .map_err(|failure| failure.named(kept.name(py).as_deref()))?;
+    }
+    Ok(found)
 }
 
 /// Runs a backward and, if this node is the region's last, the update of the backward scales.

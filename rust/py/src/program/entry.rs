@@ -238,7 +238,8 @@ fn autocast_dtype<'py>(state: &State, x: &Bound<'py, PyAny>) -> PyResult<Option<
     torch.call_method1(intern!(py, "get_autocast_dtype"), (&kind,)).map(Some)
 }
 
-fn kept<'py>(call: &Call<'_, 'py>, done: &mut Done<'py>) -> PyResult<ProgramSaved> {
+/// Data for backward of a forward that ran.
+pub(crate) fn kept<'py>(call: &Call<'_, 'py>, done: &mut Done<'py>) -> PyResult<ProgramSaved> {
     let Call { state, handle: program, extras, microbatch, .. } = *call;
     let py = program.py();
     let delayed = done.weights.iter().any(|weight| weight.slots.is_some());

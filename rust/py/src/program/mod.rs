@@ -4,6 +4,7 @@ pub(crate) mod asked;
 pub(crate) mod backward;
 pub(crate) mod buffers;
 pub(crate) mod check;
+pub(crate) mod cut;
 pub(crate) mod deferred;
 pub(crate) mod entry;
 pub(crate) mod forward;
