@@ -14,9 +14,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import te_fast
 import te_fast.pytorch as te
+from graphs import needs_compile
 from recipes import RECIPES
 from te_fast.attention.block import Block
-from te_fast.errors import ShapeError, StateError
+from te_fast.errors import ShapeError, StateError, UnsupportedError
 
 HIDDEN, FFN, HEADS, D = 32, 48, 4, 8
 ROWS = {"sbhd": (8, 2), "bshd": (2, 8)}
@@ -419,3 +420,23 @@ def test_copies_have_their_own_programs():
     assert is_one_node(y)
     assert all(parameter.grad is None for parameter in layer.parameters())
     assert not torch.equal(y, layer(x))
+
+
+def test_transforms_are_refused():
+    layer, x = make(), tokens(requires_grad=False)
+    layer(x)
+    for transformed in (torch.func.vmap(layer), torch.func.grad(lambda x: layer(x).sum())):
+        with pytest.raises(UnsupportedError, match="torch.func"):
+            transformed(x)
+    assert torch.equal(torch.func.functional_call(layer, {}, (x,)), layer(x))
+
+
+@needs_compile
+def test_eager_calls_compile_nothing_again(fresh_dynamo):
+    layer, x = make(), tokens()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    y = compiled(x)
+    for _ in range(2):
+        assert is_one_node(layer(x))
+        assert torch.allclose(compiled(x), y, rtol=1e-6, atol=1e-6)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1

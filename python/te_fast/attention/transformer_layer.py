@@ -420,11 +420,12 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
             or core_attention_bias_type != "no_bias"
             or thd_attention_policy_dispatch != "auto"
         )
-        known: KnownCall | None = self.__dict__.get("_known")
-        if known is not None and not has_options and not is_compiling():
-            y = known(self, hidden_states, rotary_pos_emb, is_first_microbatch)
-            if y is not None:
-                return y
+        if not has_options and not is_compiling():
+            known: KnownCall | None = self.__dict__.get("_known")
+            if known is not None:
+                y = known(self, hidden_states, rotary_pos_emb, is_first_microbatch)
+                if y is not None:
+                    return y
         given: dict[str, Any] = {
             "checkpoint_core_attention": checkpoint_core_attention,
             "inference_params": inference_params,

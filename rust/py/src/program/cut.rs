@@ -175,7 +175,7 @@ pub(crate) fn cut_apply<'py>(
         return Ok(None);
     }
     {
-        let Some(view) = state.reader.read(x)? else { return Ok(None) };
+        let Ok(Some(view)) = state.reader.read(x) else { return Ok(None) };
         if view.numel() == 0 || !view.is_contiguous() || state.dispatcher(py)?.0.rows_to_pad(view.rows()) != 0 {
             return Ok(None);
         }
