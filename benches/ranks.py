@@ -10,7 +10,8 @@ as many rounds as its share allows, 3 at least. Cases that find no time left are
 the share of the collectives' own time that is hidden. The time without collectives is that of the same layer with
 collectives that do nothing. ``--connections 8`` lets te_fast move chunks beside the products. ``host``: the host time
 of 100 ``Linear(256)`` under delayed scaling, whose maxima are reduced over the ranks, over that of ``nn.Linear``.
-``scaling``: steps of DDP and FSDP2 in BF16 with layers of te_fast and of torch.
+``scaling``: steps of DDP and FSDP2 in BF16 with layers of te_fast and of torch. ``weights``: up to 1,000 steps of FSDP2
+with FP8 weights and with BF16 weights: bytes that are gathered, peak memory, and what the steps leave in memory.
 """
 
 from __future__ import annotations
@@ -41,13 +42,15 @@ from _harness import DTYPES, RECIPES, as_in_training, options, show, write
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-BAR_LAYERS, BAR_HIDDEN, BAR_HOST = 0.90, 0.60, 1.0
+BAR_LAYERS, BAR_HIDDEN, BAR_HOST, BAR_GATHERED = 0.90, 0.60, 1.0, 0.55
 COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
-PARTS = ("layers", "host", "scaling")
+PARTS = ("layers", "host", "scaling", "weights")
 KINDS = ("column", "row", "norm + column", "LayerNormMLP")
 #: A case: its part, its name, and the function that measures it within a number of seconds.
 Case = tuple[str, str, "Callable[[argparse.Namespace, float], dict[str, float]]"]
 LEAST_ROUNDS, WARM_UP = 3, 2
+#: Steps of `weights`, and those after which memory is read first.
+STEPS, FIRST_STEPS = 1000, 20
 
 
 def transformer_engine() -> Any:
@@ -328,6 +331,86 @@ def measure_scaling(name: str, arguments: argparse.Namespace, seconds: float) ->
     return row | {"ratio": round(found["te_fast"] / found["torch"], 3)}
 
 
+# Sharded weights in FP8 -----------------------------------------------------------------------------
+
+
+@contextmanager
+def counted(total: list[int]) -> Iterator[None]:
+    """Add up the bytes of gathered tensors."""
+    # torch 2.15 has renamed the function that FSDP2 calls.
+    names = [
+        name for name in ("all_gather_into_tensor", "all_gather_single") if hasattr(dist, name)
+    ]
+    originals = {name: getattr(dist, name) for name in names}
+
+    def count(name: str, *given: Any, **keywords: Any) -> Any:
+        output: Any = given[0] if given else keywords.get("output_tensor", keywords.get("output"))
+        total[0] += output.numel() * output.element_size()
+        return originals[name](*given, **keywords)
+
+    for name in names:
+        setattr(dist, name, partial(count, name))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+
+
+def train_sharded(
+    recipe: Any, arguments: argparse.Namespace, seconds: float, *, in_fp8: bool
+) -> dict[str, float]:
+    """Train blocks that FSDP2 shards; return gathered bytes of a step, peak memory, growth and steps."""
+    device, dtype = arguments.device, DTYPES[arguments.dtype]
+    with te.quantized_model_init(enabled=in_fp8, recipe=recipe):
+        model = sharded(arguments, own=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    x = torch.randn(arguments.rows, arguments.hidden, dtype=dtype, device=device)
+
+    def step() -> None:
+        with te.autocast(recipe=recipe):
+            y = model(x)
+        y.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def memory() -> int:
+        return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+    gathered = [0]
+    begin = time.perf_counter()
+    for _ in range(FIRST_STEPS):
+        gathered[0] = 0
+        with counted(gathered):
+            step()
+    first = memory()
+    (step_s,) = slowest([(time.perf_counter() - begin) / FIRST_STEPS], arguments)
+    steps = max(FIRST_STEPS, min(STEPS, int(min(1e6, seconds / step_s)))) - FIRST_STEPS
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    for _ in range(steps):
+        step()
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    names = ("gathered", "peak", "growth")
+    found = dict(zip(names, slowest([gathered[0], peak, memory() - first], arguments), strict=True))
+    return found | {"steps": steps + FIRST_STEPS}
+
+
+def measure_weights(name: str, arguments: argparse.Namespace, seconds: float) -> dict[str, float]:
+    """FP8 weights over BF16 weights under FSDP2, at a quarter of the width."""
+    arguments = argparse.Namespace(
+        **vars(arguments) | {"hidden": arguments.hidden // 4, "rows": arguments.rows // 8}
+    )
+    fp8, bf16 = (
+        train_sharded(RECIPES[name](), arguments, seconds / 2, in_fp8=in_fp8)
+        for in_fp8 in (True, False)
+    )
+    row = {"gathered_ratio": round(fp8["gathered"] / bf16["gathered"], 3)}
+    if bf16["peak"]:
+        row["peak_ratio"] = round(fp8["peak"] / bf16["peak"], 3)
+    return row | {"growth_bytes": fp8["growth"], "steps": fp8["steps"]}
+
+
 # Processes ------------------------------------------------------------------------------------------
 
 
@@ -360,6 +443,8 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
         found.append(("host", "100 Linear(256)", measure_host))
     if "scaling" in arguments.parts:
         found += [("scaling", name, partial(measure_scaling, name)) for name in WRAPS]
+    if "weights" in arguments.parts:
+        found += [("weights", name, partial(measure_weights, name)) for name in arguments.recipes]
     return found
 
 
@@ -398,6 +483,9 @@ def report(figures: dict[str, Any], arguments: argparse.Namespace) -> None:
     for what, row in figures.get("host", {}).items():
         if row["ratio"] > BAR_HOST:
             print(f"missed: {what}: {row['ratio']} > {BAR_HOST}")
+    for what, row in figures.get("weights", {}).items():
+        if row["gathered_ratio"] > BAR_GATHERED or row["growth_bytes"] > 0:
+            print(f"missed: {what}: {row}; bars: gathered {BAR_GATHERED}, growth 0")
     said = ("ranks", "hidden", "rows", "dtype", "chunks", "connections")
     sizes = {name: getattr(arguments, name) for name in said}
     write(f"ranks-{arguments.ranks}", arguments, {"sizes": sizes, **figures})
