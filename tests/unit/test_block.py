@@ -20,12 +20,15 @@ from te_fast.attention.block import Block
 from te_fast.errors import ShapeError, StateError, UnsupportedError
 
 HIDDEN, FFN, HEADS, D = 32, 48, 4, 8
+_q, _k = torch.zeros(1, HEADS, 8, D), torch.zeros(1, 2, 8, D)
+#: Two, but where this torch computes groups on the CPU by plain products, which are not one node.
+GROUPS = 2 if torch._fused_sdp_choice(_q, _k, _k, enable_gqa=True) == 1 else HEADS
 ROWS = {"sbhd": (8, 2), "bshd": (2, 8)}
 FAMILIES = {
     "gpt": {"fuse_qkv_params": True},
-    "parts": {"num_gqa_groups": 2},
+    "parts": {"num_gqa_groups": GROUPS},
     "llama": {
-        "num_gqa_groups": 2,
+        "num_gqa_groups": GROUPS,
         "bias": False,
         "normalization": "RMSNorm",
         "activation": "swiglu",
@@ -174,7 +177,7 @@ def change(layer, what):
         attention.proj = te.Linear(HIDDEN, HIDDEN, bias=False, device="cpu")
     elif what == "core":
         attention.core_attention = te.DotProductAttention(
-            HEADS, D, num_gqa_groups=2, attn_mask_type="no_mask", softmax_scale=0.7
+            HEADS, D, num_gqa_groups=GROUPS, attn_mask_type="no_mask", softmax_scale=0.7
         )
     elif what == "block":
         torch.manual_seed(7)
