@@ -7,7 +7,7 @@ a product, and an MLP with SwiGLU. Parameters are BF16, the optimizer is fused A
 can be imported.
 
 "Step" is the median between two synchronisations, "host" the host's time for forward and for backward, "GPU" the time
-per step of five that are queued behind a pause. Memory is the allocator's, after a step and at its peak.
+per step of two that are queued behind a pause. Memory is the allocator's, after a step and at its peak.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
 HIDDEN, FFN, HEAD = 2048, 5632, 128
-WARM_UP, STEPS, QUEUED = 5, 10, 5
+WARM_UP, STEPS = 5, 10
+#: The driver queues 1,024 launches: with more, the GPU would wait for the host.
+QUEUED = 2
 GIB = 2.0**30
 
 
