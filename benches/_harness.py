@@ -180,6 +180,8 @@ def write(
         kind = torch.cuda.get_device_name(arguments.device).replace(" ", "-").lower()
     path: Path = arguments.out or RESULTS / f"{name}-{kind}.json"
     stamp = environment(arguments.device) | {"commit": commit()}
+    if "command" in arguments:  # of the process that has started this one
+        stamp["command"] = arguments.command
     path.parent.mkdir(parents=True, exist_ok=True)
     data = {"bench": name, "environment": stamp, "figures": figures}
     if failures:

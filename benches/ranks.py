@@ -510,6 +510,7 @@ def main() -> int:
     )
     parser.set_defaults(calls=10)
     arguments = parser.parse_args()
+    arguments.command = " ".join(["python", *sys.orig_argv[1:]])
     # NVLink multicast is off: shared machines do not have it.
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", arguments.connections)

@@ -87,9 +87,9 @@ def section(path: Path) -> list[str]:
     """Tables of one result file."""
     data = json.loads(path.read_text(encoding="utf-8"))
     bench, stamp = data["bench"], data["environment"]
-    script = (
-        ast.get_docstring(ast.parse((BENCHES / f"{bench}.py").read_text(encoding="utf-8"))) or ""
-    )
+    # Results of ranks are named by their number, too.
+    source = (BENCHES / f"{bench.partition('-')[0]}.py").read_text(encoding="utf-8")
+    script = ast.get_docstring(ast.parse(source)) or ""
     facts = " · ".join(f"{name} {stamp[name]}" for name in FACTS if stamp.get(name))
     lines = [f"## {path.stem}", "", script.split("\n\n")[0].replace("\n", " "), ""]
     lines += [f"`{stamp['command']}` · {facts}", ""]
