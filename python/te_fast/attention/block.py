@@ -73,14 +73,12 @@ class Block:
         Norm, and the projections of queries, keys and values.
     tail : Tail
         The part behind attention.
-    name : str
-        Name in messages.
     """
 
-    def __init__(self, first: LayerNormLinear, tail: Tail, name: str) -> None:
+    def __init__(self, first: LayerNormLinear, tail: Tail) -> None:
         self._first, self._tail = first, tail
         self._handles = first._handles
-        program = self._program = native.Program(name)
+        program = self._program = native.Program(first.name)
         # The input is the residual connection, too: this program's backward adds both of its gradients.
         program.make_extra_output("residual", False)
         first._append_ops(program, lambda: None)

@@ -546,7 +546,7 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
         if Block.takes(call.first, hidden, call.waves):
             block: Block | None = self.__dict__.get("_block")
             if block is None or not block.is_of(call.first, tail):
-                block = self.__dict__["_block"] = Block(call.first, tail, self._shown)
+                block = self.__dict__["_block"] = Block(call.first, tail)
             between = block.attending(hidden, call)
             if between is not None:
                 y = block(hidden, between, is_first)

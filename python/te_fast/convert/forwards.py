@@ -425,7 +425,7 @@ class DecoderForward(OwnedForward):
         if not Block.takes(call.first, hidden, call.waves):
             return None
         if self._block is None or not self._block.is_of(call.first, tail):
-            self._block = Block(call.first, tail, self.qkv.layer.name)
+            self._block = Block(call.first, tail)
         between = self._block.attending(hidden, call)
         return None if between is None else self._block(hidden, between, None)
 
