@@ -177,8 +177,10 @@ class KnownCall:
         owner: Noted,
         noted: Sequence[Noted],
     ) -> None:
-        self._block, self._call, self._between = block, call, between
-        self._has_angles = call.waves is not None
+        self._block, self._has_angles = block, call.waves is not None
+        # Cosines and sines come anew with every call.
+        self._call = call._replace(waves=None)
+        self._between = between._replace(split=(None, *between.split[1:]))
         self._key = _key_of(hidden)
         self._snapshot = native.Snapshot(*owner, [*noted, *block.noted()])
 
