@@ -443,3 +443,17 @@ def test_eager_calls_compile_nothing_again(fresh_dynamo):
         assert is_one_node(layer(x))
         assert torch.allclose(compiled(x), y, rtol=1e-6, atol=1e-6)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@needs_compile
+def test_eager_calls_fix_no_sizes_of_traces():
+    """A trace with symbolic sizes has them after an eager call of one of these sizes, too."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    layer = make().requires_grad_(False)
+    x = tokens(requires_grad=False)
+    layer(x)
+    with torch.no_grad():
+        traced = make_fx(layer, tracing_mode="symbolic", _allow_non_fake_inputs=True)(x)
+        longer = torch.randn(24, 3, HIDDEN)
+        assert torch.allclose(traced(longer), layer(longer), rtol=1e-5, atol=1e-6)

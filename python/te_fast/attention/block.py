@@ -14,6 +14,7 @@ from te_fast.attention.simple import SimpleCall
 from te_fast.attention.tail import Noted, Tail
 from te_fast.layers.layernorm_linear import LayerNormLinear
 from te_fast.runtime import native
+from te_fast.runtime.compiling import is_unseen
 from te_fast.runtime.module_hooks import are_called_plainly
 
 
@@ -190,6 +191,7 @@ class KnownCall:
         """Return the layer's result; None if the call is another one, in which case nothing has run."""
         if (
             (angles is not None) is not self._has_angles
+            or not is_unseen(hidden)  # a tracer's shapes must not be compared with numbers
             or not self._snapshot.holds(owner)
             or _key_of(hidden) != self._key
         ):
