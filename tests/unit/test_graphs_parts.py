@@ -113,11 +113,9 @@ CASES = list(product(MAKERS, ["in_order", "reversed", "apart"], [False, True], R
     ("name", "order", "delay", "kind"),
     quickly(
         CASES,
-        ("Linear", "in_order", False, "current"),
         ("LayerNormLinear", "apart", True, "block"),
         ("GroupedLinear", "reversed", False, "delayed"),
         ("GroupedLinear", "in_order", True, "current"),
-        ("operation", "in_order", False, "block"),
     ),
 )
 def test_gradients_go_into_main_grad(name, order, delay, kind):
@@ -189,7 +187,8 @@ def test_only_the_marked_weight_is_overwritten():
     assert_alike(eager, graphed)
 
 
-@pytest.mark.parametrize("delay", quickly([False, True], False))
+@pytest.mark.slow
+@pytest.mark.parametrize("delay", [False, True])
 def test_no_rows_and_rows_that_gemms_lack(delay):
     # Of FP32, since eager code rounds the gradients of padded rows to the weight's type before it adds them.
     options = {"fuse_wgrad_accumulation": True, "delay_wgrad_compute": delay}
