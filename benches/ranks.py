@@ -40,7 +40,8 @@ import te_fast.pytorch as te
 from _harness import DTYPES, RECIPES, as_in_training, options, show, write
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
+    from contextlib import AbstractContextManager
 
 BAR_LAYERS, BAR_HIDDEN, BAR_HOST, BAR_GATHERED = 0.90, 0.60, 1.0, 0.55
 COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
@@ -69,23 +70,30 @@ class _Done:
 
 
 @contextmanager
-def without_communication(seen: list[tuple[str, list[torch.Tensor]]]) -> Iterator[None]:
-    """Replace the collectives by functions that only note their calls."""
-    originals = {name: getattr(dist, name) for name in COLLECTIVES}
-
-    def idle(name: str, *tensors: torch.Tensor, async_op: bool = False, **given: Any) -> Any:
-        if tensors[0].dtype == torch.int64:  # the comparison of calls must still run
-            return originals[name](*tensors, async_op=async_op, **given)
-        seen.append((name, list(tensors)))
-        return _Done() if async_op else None
-
-    for name in COLLECTIVES:
-        setattr(dist, name, partial(idle, name))
+def replaced(names: Iterable[str], function: Callable[..., Any]) -> Iterator[None]:
+    """Replace functions of torch.distributed: `function` takes the replaced one before the arguments."""
+    originals = {name: getattr(dist, name) for name in names}
+    for name, original in originals.items():
+        setattr(dist, name, partial(function, original))
     try:
         yield
     finally:
-        for name, function in originals.items():
-            setattr(dist, name, function)
+        for name, original in originals.items():
+            setattr(dist, name, original)
+
+
+def without_communication(
+    seen: list[tuple[str, list[torch.Tensor]]],
+) -> AbstractContextManager[None]:
+    """Replace the collectives by functions that only note their calls."""
+
+    def idle(original: Any, *tensors: torch.Tensor, async_op: bool = False, **given: Any) -> Any:
+        if tensors[0].dtype == torch.int64:  # the comparison of calls must still run
+            return original(*tensors, async_op=async_op, **given)
+        seen.append((original.__name__, list(tensors)))
+        return _Done() if async_op else None
+
+    return replaced(COLLECTIVES, idle)
 
 
 def burst_us(body: Callable[[], object], calls: int, device: torch.device) -> float:
@@ -334,27 +342,17 @@ def measure_scaling(name: str, arguments: argparse.Namespace, seconds: float) ->
 # Sharded weights in FP8 -----------------------------------------------------------------------------
 
 
-@contextmanager
-def counted(total: list[int]) -> Iterator[None]:
+def counted(total: list[int]) -> AbstractContextManager[None]:
     """Add up the bytes of gathered tensors."""
     # torch 2.15 has renamed the function that FSDP2 calls.
-    names = [
-        name for name in ("all_gather_into_tensor", "all_gather_single") if hasattr(dist, name)
-    ]
-    originals = {name: getattr(dist, name) for name in names}
+    known = ("all_gather_into_tensor", "all_gather_single")
 
-    def count(name: str, *given: Any, **keywords: Any) -> Any:
+    def count(original: Any, *given: Any, **keywords: Any) -> Any:
         output: Any = given[0] if given else keywords.get("output_tensor", keywords.get("output"))
         total[0] += output.numel() * output.element_size()
-        return originals[name](*given, **keywords)
+        return original(*given, **keywords)
 
-    for name in names:
-        setattr(dist, name, partial(count, name))
-    try:
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
+    return replaced([name for name in known if hasattr(dist, name)], count)
 
 
 def train_sharded(

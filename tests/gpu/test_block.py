@@ -13,7 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import te_fast.pytorch as te
 from recipes import RECIPES
 from te_fast.attention.block import Block
-from transformer_reference import Plain, relative
+from transformer_reference import HIDDEN, Plain, relative
+from transformer_reference import make as made
 
 pytestmark = pytest.mark.gpu
 
@@ -95,9 +96,6 @@ def test_the_numbers_of_layers_one_by_one(monkeypatch, kernel, recipe, family, c
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_the_formulas(kernel, dtype):
     """A layer whose product is split without angles, beside plain torch in FP64."""
-    from transformer_reference import HIDDEN
-    from transformer_reference import make as made
-
     torch.manual_seed(1)
     with torch.device("cuda"):
         layer = made(dtype=dtype, device="cuda", fuse_qkv_params=True)
@@ -146,6 +144,7 @@ def test_a_step_in_a_graph_of_the_users(recipe):
     graph.replay()
     torch.cuda.synchronize()
     found = [t.detach().clone() for t in (y, x.grad, *(p.grad for p in layer.parameters()))]
+    assert all(t.isfinite().all() for t in found)
     for p in (x, *layer.parameters()):
         p.grad = None
     assert type(y.grad_fn).__name__ == "CutBackward"

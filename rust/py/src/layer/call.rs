@@ -14,9 +14,8 @@ use crate::program::buffers::Buffers;
 use crate::program::entry::{apply, in_region_of_last_forward};
 use crate::program::forward::Call;
 use crate::program::handle::{OutsideFp8, ProgramHandle};
-use crate::program::parts::Joined;
-use crate::program::tensors::{Tensors, parameters};
-use crate::tensor::given::given;
+use crate::program::parts::{Joined, present};
+use crate::program::tensors::Tensors;
 use crate::torch::process::{State, state};
 use crate::torch::reader::instance_dict;
 
@@ -133,28 +132,19 @@ fn straight<'py>(
 ) -> PyResult<Option<Bound<'py, PyAny>>> {
     let py = module.py();
     let region = *state.dispatcher(py)?.0.autocast.current();
-    let (last_epoch, outside, has_parts) = {
+    let (last_epoch, outside) = {
         let handle = program.try_borrow()?;
         if !handle.is_direct {
             return Ok(None);
         }
-        (handle.last_region.as_ref().map(|region| region.epoch), handle.outside_fp8, handle.has_parts())
+        (handle.last_region.as_ref().map(|region| region.epoch), handle.outside_fp8)
     };
     if region.enabled && last_epoch != Some(region.epoch) {
         module.call_method0(intern!(py, "_enter_region"))?;
     } else if !region.enabled && (region.calibrating || outside == OutsideFp8::General) {
         return Ok(None);
     }
-    let (joined, params) = if has_parts {
-        let Some((joined, params)) = Joined::of(state, program)? else { return Ok(None) };
-        if !region.enabled && params.iter().any(|param| given(state, param).is_some()) {
-            return Ok(None); // the layer warns about the cost
-        }
-        (Some(joined), params)
-    } else {
-        let Some(params) = parameters(state, program, region.enabled)? else { return Ok(None) };
-        (None, params)
-    };
+    let Some((joined, params)) = present(state, program, region.enabled)? else { return Ok(None) };
     if !region.enabled && outside == OutsideFp8::Torch {
         if !state.torch.is_plain(input) {
             return Ok(None);

@@ -22,9 +22,8 @@ use crate::program::backward::{ProgramSaved, gradients};
 use crate::program::entry::{in_region_of_last_forward, kept};
 use crate::program::forward::{Call, Done};
 use crate::program::handle::{OutsideFp8, ProgramHandle};
-use crate::program::parts::Joined;
-use crate::program::tensors::{Objects, Tensors, parameters, requires_grad};
-use crate::tensor::given::given;
+use crate::program::parts::{Joined, present};
+use crate::program::tensors::{Objects, Tensors, requires_grad};
 use crate::torch::process::{State, state};
 
 const OP: &str = "cut_apply";
@@ -51,30 +50,22 @@ impl Half {
         (region, is_second): (&Region, bool),
     ) -> PyResult<Option<Self>> {
         let py = x.py();
-        let (last_epoch, outside, has_parts, cols) = {
+        let (last_epoch, outside, cols) = {
             let handle = program.try_borrow()?;
             let cols = if is_second { None } else { handle.chain.input_cols() };
-            (handle.last_region.as_ref().map(|region| region.epoch), handle.outside_fp8, handle.has_parts(), cols)
+            (handle.last_region.as_ref().map(|region| region.epoch), handle.outside_fp8, cols)
         };
         if region.enabled && last_epoch != Some(region.epoch) {
             owner.call_method0(intern!(py, "_enter_region"))?;
         } else if !region.enabled && (region.calibrating || outside != OutsideFp8::Program) {
             return Ok(None);
         }
-        let (joined, params) = if has_parts {
-            let Some((joined, params)) = Joined::of(state, program)? else { return Ok(None) };
-            (Some(joined.unbind()), params)
-        } else {
-            let Some(params) = parameters(state, program, region.enabled)? else { return Ok(None) };
-            (None, params)
-        };
-        if !region.enabled && params.iter().any(|param| given(state, param).is_some()) {
-            return Ok(None); // the layer warns about the cost
-        }
+        let Some((joined, params)) = present(state, program, region.enabled)? else { return Ok(None) };
         if !Tensors::read(state, x, &[], &params).is_ok_and(|tensors| tensors.are_of_one_kind(cols)) {
             return Ok(None);
         }
         let (program, owner) = (program.clone().unbind(), owner.clone().unbind());
+        let joined = joined.map(Bound::unbind);
         Ok(Some(Self { program, owner, params: params.into_iter().map(Bound::unbind).collect(), joined }))
     }
 

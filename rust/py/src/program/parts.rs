@@ -11,7 +11,7 @@ use smallvec::SmallVec;
 
 use crate::program::handle::ProgramHandle;
 use crate::program::observed::LoneEdge;
-use crate::program::tensors::{Flags, Objects};
+use crate::program::tensors::{Flags, Objects, parameters};
 use crate::tensor::given::given;
 use crate::tensor::stack::{end_of_storage, stacked};
 use crate::tensor::value::QuantizedValue;
@@ -176,6 +176,22 @@ impl Joined {
         }
         Ok(version != Some(self.version))
     }
+}
+
+/// The present parameters of a program, joined where they are in parts. None if one must be read in Python: it is gone, is no
+/// plain tensor, or is quantised outside of FP8, where the layer warns about the cost.
+#[inline]
+pub(crate) fn present<'py>(
+    state: &State,
+    program: &Bound<'py, ProgramHandle>,
+    in_fp8: bool,
+) -> PyResult<Option<(Option<Bound<'py, Joined>>, Objects<'py>)>> {
+    if !program.try_borrow()?.has_parts() {
+        return Ok(parameters(state, program, in_fp8)?.map(|params| (None, params)));
+    }
+    let Some((joined, params)) = Joined::of(state, program)? else { return Ok(None) };
+    let is_readable = in_fp8 || params.iter().all(|param| given(state, param).is_none());
+    Ok(is_readable.then_some((Some(joined), params)))
 }
 
 /// A unique version for a copy.
