@@ -68,6 +68,9 @@ struct Ring {
                        shared.full[stage]);
     }
 
+    // Rounds that are asked for ahead. More of them would only share the bandwidth that the next round waits for.
+    __device__ static uint32_t ahead(const NormBackwardParams& p) { return min(2, p.stages - 1); }
+
     // Begins; the block's rows are every `stride`th from `row0` on. Contains a barrier.
     __device__ void start(const NormBackwardParams& p, BackwardShared& shared, uint32_t row0, uint32_t stride) const {
         if (threadIdx.x == 0) {
@@ -79,15 +82,19 @@ struct Ring {
         }
         __syncthreads();
         if (!asks(p)) return;
-        for (uint32_t i = 0; i < p.stages; ++i) request(p, shared, i, row0 + i * stride);
+        for (uint32_t i = 0; i < ahead(p); ++i) request(p, shared, i, row0 + i * stride);
     }
 
-    // Asks for the rows that take the place of the stage before this one.
-    __device__ void refill(const NormBackwardParams& p, BackwardShared& shared, uint32_t row0) const {
+    // In round `round`, whose first row is `row0`: asks for the rows that come `ahead` rounds later.
+    __device__ void refill(const NormBackwardParams& p, BackwardShared& shared, uint32_t round, uint32_t row0,
+                           uint32_t stride) const {
+        const uint32_t later = ahead(p);
+        row0 += later * stride;
         if (!asks(p) || row0 >= p.rows) return;
-        const uint32_t before = stage == 0 ? p.stages - 1 : stage - 1;
-        ptx::wait(shared.empty[before], stage == 0 ? parity ^ 1 : parity);
-        request(p, shared, before, row0);
+        const bool wraps = stage + later >= p.stages;
+        const uint32_t next = wraps ? stage + later - p.stages : stage + later;
+        if (round + later >= p.stages) ptx::wait(shared.empty[next], wraps ? parity : parity ^ 1);
+        request(p, shared, next, row0);
     }
 
     // This warp has read the stage.
@@ -254,7 +261,7 @@ struct Rows {
             if constexpr (kRing) ptx::wait(shared.full[ring.stage], ring.parity);
             RowSums sums = sum(row, stats);
             if constexpr (kRing) {
-                if (k != 0) ring.refill(p, shared, row0 + (p.stages - 1) * stride);
+                ring.refill(p, shared, k, row0, stride);
                 __syncwarp();
             }
             if (p.dx != nullptr) {
