@@ -16,7 +16,7 @@ SPECIAL = [0.0, -0.0, 1e-45, -1e-40, 2.0**-10, 464.0, 61440.0, -3e38, float("inf
 #: The casts of a launch, by kind.
 LAUNCHES = {
     "delayed": ["cast_many"],
-    "current": ["amax_many", "cast_many"],
+    "current": ["cast_current_many"],
     "2d": ["cast_block_many"],
 }
 

@@ -92,6 +92,7 @@ __device__ inline void load_patch(const CastBlockParams& p, const PatchPlace<fal
 }
 
 // Stores the bytes of the patch transposed. Contains a barrier, before which `tile` must not be in use.
+template <Read kRead = Read::kSoon>
 __device__ inline void store_transposed(const CastBlockParams& p, const TilePlace& place,
                                         const PatchPlace<false>& patch, const uint2 (&bytes)[kPatch],
                                         TransposeBuffer& tile) {
@@ -99,7 +100,8 @@ __device__ inline void store_transposed(const CastBlockParams& p, const TilePlac
     clear_rows(tile, patch.rows);
     __syncthreads();
     const auto col0 = static_cast<uint32_t>(place.col0);
-    store_columns<false, kTile * kTile / 16 / kTileThreads>(p.out_t, p.ld_t, place.row0, col0, {p.cols, 0}, 0, tile);
+    store_columns<false, kTile * kTile / 16 / kTileThreads, kRead>(p.out_t, p.ld_t, place.row0, col0, {p.cols, 0}, 0,
+                                                                   tile);
 }
 
 // Scales are written for the rows before `row_end`, zeros for those of them that the tensor does not have.

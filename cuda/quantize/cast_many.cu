@@ -8,53 +8,16 @@
 //
 // Scales and maxima are each tensor's own.
 //
-// The numbers are those of cast.cu, cast_transpose.cu and cast_block.cu, of tensors one by one. Under current scaling
-// amax_many (amax.cu) runs before it and leaves every tensor's scale.
+// The numbers are those of cast.cu, cast_transpose.cu and cast_block.cu, of tensors one by one. Tensors whose scales
+// follow from their own maxima are those of cast_current.cu.
 //
 // Launch: a block of 256 threads for each tile of 128 x 128 of each tensor; cast_many: one at least for each tensor.
 // Needs:  contiguous x, any rows, cols and alignment of x and out; out_t [cols, rows rounded up to 16] 16-byte aligned.
 // Moves:  sizeof(In) + 1 byte per element and per layout written, and the scales.
 
 #include "quantize/many.cuh"
-#include "quantize/tensor.cuh"
 
 namespace te_fast::quantize {
-
-// The parameters of a block cast of the entry alone.
-__device__ inline CastBlockParams of_entry(const CastManyParams& p, const ManyEntry& entry) {
-    CastBlockParams b{};
-    b.x = entry.x;
-    b.out = entry.out;
-    b.out_t = entry.out_t;
-    b.scale_inv = entry.scale_inv;
-    b.scale_inv_t = entry.other;
-    b.rows = entry.rows;
-    b.cols = entry.cols;
-    b.ld_t = round_up<uint64_t>(entry.rows, kTransposedAlign);
-    b.tiles_rows = (entry.rows + kTile - 1) / kTile;
-    b.tiles_cols = (entry.cols + kTile - 1) / kTile;
-    b.scale_ld = round_up<uint64_t>(b.tiles_cols, kScaleAlign);
-    b.scale_ld_t = round_up<uint64_t>(b.tiles_rows, kScaleAlign);
-    b.eps = p.eps;
-    b.pow2 = p.pow2;
-    return b;
-}
-
-// The thread's patch of a tensor of Stored, rounded to In; zeros outside the tensor.
-template <bool kVectors, Floating Stored, Floating In>
-__device__ inline void load_patch_as(const CastBlockParams& b, const PatchPlace<false>& patch,
-                                     Raw8<In> (&raw)[kPatch]) {
-    if constexpr (std::same_as<Stored, In>) {
-        load_patch<kVectors>(b, patch, raw);
-    } else {
-#pragma unroll
-        for (int i = 0; i < kPatch; ++i) {
-            float values[8];
-            unpack8<Stored>(load_row8<kVectors>(static_cast<const Stored*>(b.x), patch, i, 0), values);
-            raw[i] = pack8<In>(values);
-        }
-    }
-}
 
 template <bool kBlockScales, bool kVectors, Floating Stored, Floating In, Fp8 Out>
 __device__ void cast_entry_tile(const ManyEntry& entry, const CastBlockParams& b, const TilePlace& place,
@@ -72,12 +35,12 @@ __device__ void cast_entry_tile(const ManyEntry& entry, const CastBlockParams& b
 template <bool kBlockScales, Floating Stored, Floating In, Fp8 Out>
 __device__ void cast_many(const CastManyParams& p) {
     __shared__ BlockShared<In> shared;
-    const uint32_t index = find_entry(p, blockIdx.x);
+    // Of entries that begin at the same block, all but the last are empty.
+    const uint32_t index = find_entry(p.entries, blockIdx.x, [&](uint32_t i) { return p.first[i]; });
     const ManyEntry& entry = p.entry[index];
-    const CastBlockParams b = of_entry(p, entry);
-    const uint32_t tile = blockIdx.x - p.first[index], tiles_cols = max(b.tiles_cols, 1u);
-    const uint32_t tile_row = tile / tiles_cols;
-    const TilePlace place(min(b.rows, (uint64_t{tile_row} + 1) * kTile), b.cols, tile_row, tile % tiles_cols);
+    const CastBlockParams b = of_entry(entry, p.eps, p.pow2);
+    const uint32_t tile = blockIdx.x - p.first[index];
+    const TilePlace place = place_of(b, tile);
     if (!kBlockScales && tile == 0 && threadIdx.x == 0 && entry.scale_inv != nullptr) {
         *entry.scale_inv = __frcp_rn(*entry.scale);
     }

@@ -6,7 +6,7 @@
 
 namespace te_fast::quantize {
 
-template <bool kVectors, Floating In, Fp8 Out>
+template <bool kVectors, Floating In, Fp8 Out, Read kRead = Read::kSoon>
 __device__ void cast_tile(const CastBlockParams& b, const TilePlace& place, const PatchPlace<false>& patch,
                           const Raw8<In> (&raw)[kPatch], float scale, float* amax, BlockShared<In>& shared) {
     if (amax != nullptr) {
@@ -21,9 +21,9 @@ __device__ void cast_tile(const CastBlockParams& b, const TilePlace& place, cons
 #pragma unroll
     for (int i = 0; i < kPatch; ++i) {
         bytes[i] = cast8<Out, In>(raw[i], scale);
-        if (b.out != nullptr) store_bytes8<kVectors>(b.out, patch, i, 0, bytes[i]);
+        if (b.out != nullptr) store_bytes8<kVectors, kRead>(b.out, patch, i, 0, bytes[i]);
     }
-    if (b.out_t != nullptr) store_transposed(b, place, patch, bytes, shared.transpose);
+    if (b.out_t != nullptr) store_transposed<kRead>(b, place, patch, bytes, shared.transpose);
 }
 
 }  // namespace te_fast::quantize

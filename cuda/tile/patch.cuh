@@ -136,13 +136,25 @@ __device__ inline void store_row8(Out* to, const PatchPlace<kGated>& patch, int 
     }
 }
 
+// When what is stored is read: by one of the next kernels, or when it has left L2 anyway.
+enum class Read { kSoon, kLate };
+
+template <Read kRead, typename Vector>
+__device__ inline void store(Vector* to, const Vector& value) {
+    if constexpr (kRead == Read::kSoon) {
+        *to = value;
+    } else {
+        __stcs(to, value);  // it leaves L2 first
+    }
+}
+
 // The other way for FP8: bytes of row `i`.
-template <bool kVectors, bool kGated>
+template <bool kVectors, Read kRead = Read::kSoon, bool kGated>
 __device__ inline void store_bytes8(uint8_t* to, const PatchPlace<kGated>& patch, int i, int half, uint2 bytes) {
     if (i >= patch.rows) return;
     to += patch.at(i, half);
     if constexpr (kVectors) {
-        *reinterpret_cast<uint2*>(to) = bytes;
+        store<kRead>(reinterpret_cast<uint2*>(to), bytes);
     } else {
         patch.for_columns([&](int c, uint32_t offset) {
             to[offset] = static_cast<uint8_t>((c < 4 ? bytes.x : bytes.y) >> (8 * (c % 4)));

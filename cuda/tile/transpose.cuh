@@ -117,7 +117,7 @@ __device__ inline uint4 column_rows(const TransposeBuffer& buffer, uint32_t col,
 // Writes the tile, which starts at row `row0` and column `col0` of half `half`: out_t[column][row] with leading
 // dimension `ld` (a multiple of 16, 16-byte aligned base), rows up to `ld` included. A thread has kTogether columns
 // under way.
-template <bool kGated, int kTogether = 1>
+template <bool kGated, int kTogether = 1, Read kRead = Read::kSoon>
 __device__ inline void store_columns(uint8_t* out_t, size_t ld, size_t row0, uint32_t col0,
                                      const Halves<kGated>& halves, int half, const TransposeBuffer& buffer) {
     const uint32_t thread = ptx::thread_index(), chunk = thread % 8;  // 16 rows each
@@ -127,7 +127,8 @@ __device__ inline void store_columns(uint8_t* out_t, size_t ld, size_t row0, uin
     for (uint32_t local = thread / 8; local < kTile; local += kTileThreads / 8) {
         const uint32_t col = col0 + local;
         if (col >= halves.cols) break;
-        *reinterpret_cast<uint4*>(out_t + halves.column(col, half) * ld + row) = column_rows(buffer, local, chunk);
+        store<kRead>(reinterpret_cast<uint4*>(out_t + halves.column(col, half) * ld + row),
+                     column_rows(buffer, local, chunk));
     }
 }
 

@@ -21,7 +21,7 @@ def test_launches(recipe):
         after = dispatch.counters()
     kernel = {
         "delayed": ["cast_bf16_e4m3"],
-        "current": ["amax_bf16", "cast_bf16_e4m3"],
+        "current": ["cast_current_bf16_e4m3"],
         "block": ["cast_block_1d_bf16_e4m3"],
     }
     name = name_of(recipe)

@@ -18,7 +18,7 @@ from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8Curr
 HIDDEN = 64
 TOGETHER = {
     "delayed": ["cast_many_bf16_e4m3"],
-    "current": ["amax_many_bf16", "cast_many_bf16_e4m3"],
+    "current": ["cast_current_many_bf16_e4m3"],
     "block": ["cast_block_many_bf16_e4m3"],
 }
 
@@ -375,7 +375,7 @@ def test_each_type_and_recipe_has_a_launch_of_its_own():
         names, y = launches_of(lambda: run(layers))
         assert torch.equal(y, run(other))
         found = together_in(names)
-        assert (found.count("cast_many_bf16_e4m3"), found.count("cast_block_many_bf16_e4m3")) == (
+        assert (found.count(TOGETHER["current"][0]), found.count(TOGETHER["block"][0])) == (
             (0, 0) if step == 0 else (1, 1)
         )
         y.float().sum().backward()

@@ -74,8 +74,12 @@ constants! {
         FEW_ENTRIES: usize = 62;
         /// Largest number of tensors of a `cast_many`, limited by the size of kernel parameters.
         MANY_TENSORS: usize = 480;
-        /// Elements that a block of an `amax_many` takes.
+        /// Elements of a chunk of a `cast_current_many`.
         MANY_CHUNK: usize = 4 * SPAN;
+        /// Bytes that the blocks of a tensor exchange in a `cast_current`.
+        CURRENT_WORKSPACE_BYTES: usize = 16;
+        /// Size of `CastCurrentParams`.
+        CAST_CURRENT_PARAMS_BYTES: usize = 104;
         /// Scales of 128 x 128 blocks are padded to a multiple of this.
         SCALE_ALIGN: usize = 4;
         /// Size of `CastManyParams`.

@@ -246,6 +246,7 @@ images! {
     CastBlock = "quantize/cast_block",
     CastGroups = "quantize/cast_groups",
     CastMany = "quantize/cast_many",
+    CastCurrent = "quantize/cast_current",
     SumGroups = "quantize/sum_groups",
     Amax = "quantize/amax",
     ScaleUpdate = "quantize/scale_update",
@@ -303,14 +304,16 @@ kernels! {
     CastManyRounded(Half) "cast_many_rounded" in CastMany;
     /// Block-scaled casts to E4M3 of the same, 128 x 128.
     CastBlockManyRounded(Half) "cast_block_many_rounded" in CastMany;
+    /// Cast of a tensor by the scale that follows from its largest magnitude.
+    CastCurrent(Float, Fp8) "cast_current" in CastCurrent;
+    /// The same of many tensors.
+    CastCurrentMany(Float, Fp8) "cast_current_many" in CastCurrent;
+    /// The same to E4M3 of float32 tensors, rounded first.
+    CastCurrentManyRounded(Half) "cast_current_many_rounded" in CastCurrent;
     /// Sums of the rows of groups.
     SumGroups(Float) "sum_groups" in SumGroups;
     /// Largest magnitude of a tensor and the scale that follows from it.
     Amax(Float) "amax" in Amax;
-    /// The same of many tensors.
-    AmaxMany(Float) "amax_many" in Amax;
-    /// The same of float32 tensors, rounded first.
-    AmaxManyRounded(Half) "amax_many_rounded" in Amax;
     /// The scale of an amax that was reduced over ranks.
     ScaleFromAmax() "scale_from_amax" in Amax;
     /// Delayed scaling's update, many entries in one launch.
@@ -460,6 +463,7 @@ impl KernelId {
                 | Image::CastBlock
                 | Image::CastGroups
                 | Image::CastMany
+                | Image::CastCurrent
                 | Image::SumGroups
                 | Image::Amax
                 | Image::Dequantize

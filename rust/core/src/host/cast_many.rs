@@ -9,13 +9,13 @@ use crate::base::error::{Error, Result};
 use crate::base::pointer::DevPtr;
 use crate::host;
 use crate::host::fp8::Real;
-use crate::ops::amax::{AmaxParams, AmaxPointers};
+use crate::ops::amax::ScaleNumbers;
 use crate::ops::cast::{CastParams, CastPointers, CastTransposeParams};
 use crate::ops::cast_block::CastBlockParams;
 use crate::ops::cast_many::{CastManyParams, ManyEntry};
 use crate::ops::strips::StripPlan;
 
-/// Runs `amax_many_*`, `cast_many_*` and `cast_block_many_*`, rounded or not.
+/// Runs `cast_many_*`, `cast_block_many_*` and `cast_current_many_*`, rounded or not.
 ///
 /// # Errors
 /// An id that does not take these parameters.
@@ -26,7 +26,7 @@ pub(crate) fn run(p: &CastManyParams<'_>, id: KernelId) -> Result<()> {
         Half::Bf16 => Float::Bf16,
     };
     let (nominal, kernel) = match id {
-        KernelId::AmaxManyRounded(half) => (half, KernelId::AmaxMany(float(half))),
+        KernelId::CastCurrentManyRounded(half) => (half, KernelId::CastCurrentMany(float(half), Fp8::E4m3)),
         KernelId::CastManyRounded(half) => (half, KernelId::CastMany(float(half), Fp8::E4m3)),
         KernelId::CastBlockManyRounded(half) => (half, KernelId::CastBlockMany(float(half), Fp8::E4m3)),
         _ => return entries.iter().try_for_each(|entry| run_entry(p, entry, id)),
@@ -45,13 +45,11 @@ fn run_rounded<T: Real>(p: &CastManyParams<'_>, entry: &ManyEntry<'_>, id: Kerne
 
 fn run_entry(p: &CastManyParams<'_>, entry: &ManyEntry<'_>, id: KernelId) -> Result<()> {
     match id {
-        KernelId::AmaxMany(input) => host::amax::run(&amax(p, entry), KernelId::Amax(input)),
-        KernelId::CastMany(input, output) if entry.out_t.is_null() => {
-            host::cast::run(&cast(entry), KernelId::Cast(input, output))
+        KernelId::CastCurrentMany(input, output) => {
+            let rule = ScaleNumbers { fp8_max: p.fp8_max, eps: p.eps, pow2: p.pow2, unused: 0 };
+            host::cast_current::run_entry(entry, rule, (input, output))
         }
-        KernelId::CastMany(input, output) => {
-            host::cast::run_transpose(&cast_transpose(entry), KernelId::CastTranspose(input, output))
-        }
+        KernelId::CastMany(input, output) => run_given(entry, (input, output)),
         // Without a tile there is no kernel to run.
         KernelId::CastBlockMany(..) if entry.rows == 0 || entry.cols == 0 => Ok(()),
         KernelId::CastBlockMany(input, output) => {
@@ -61,14 +59,21 @@ fn run_entry(p: &CastManyParams<'_>, entry: &ManyEntry<'_>, id: KernelId) -> Res
     }
 }
 
-fn count(entry: &ManyEntry<'_>) -> u64 {
-    u64::from(entry.rows) * u64::from(entry.cols)
+/// Casts one tensor by the scale that it is given.
+///
+/// # Errors
+/// None for these kernels.
+pub(crate) fn run_given(entry: &ManyEntry<'_>, (input, output): (Float, Fp8)) -> Result<()> {
+    if entry.out_t.is_null() {
+        host::cast::run(&cast(entry), KernelId::Cast(input, output))
+    } else {
+        host::cast::run_transpose(&cast_transpose(entry), KernelId::CastTranspose(input, output))
+    }
 }
 
-fn amax<'a>(p: &CastManyParams<'a>, entry: &ManyEntry<'a>) -> AmaxParams<'a> {
-    let &CastManyParams { fp8_max, eps, pow2, .. } = p;
-    let at = AmaxPointers { x: entry.x, scale: entry.scale, ..AmaxPointers::default() };
-    AmaxParams { at, count: count(entry), fp8_max, eps, pow2, unused: 0 }
+/// Elements of a tensor.
+pub(crate) fn count(entry: &ManyEntry<'_>) -> u64 {
+    u64::from(entry.rows) * u64::from(entry.cols)
 }
 
 fn cast<'a>(entry: &ManyEntry<'a>) -> CastParams<'a> {

@@ -8,6 +8,7 @@ pub(crate) mod affine;
 pub(crate) mod amax;
 pub(crate) mod cast;
 pub(crate) mod cast_block;
+pub(crate) mod cast_current;
 pub(crate) mod cast_groups;
 pub(crate) mod cast_many;
 pub(crate) mod dequantize;

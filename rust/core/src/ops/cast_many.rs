@@ -1,10 +1,9 @@
-//! Casts of many tensors to FP8 in one launch, or two where scales follow from the tensors: weights after an optimizer
-//! step.
+//! Casts of many tensors to FP8 in one launch: weights after an optimizer step.
 //!
 //! The tensors' addresses are kernel parameters, so that no table on the device has to be kept, and a captured launch
 //! has its own copy.
 
-use te_fast_kernels::constants::quantize::{self, AMAX_WORKSPACE_BYTES, MANY_CHUNK, MANY_TENSORS, THREADS};
+use te_fast_kernels::constants::quantize::{self, CURRENT_WORKSPACE_BYTES, MANY_CHUNK, MANY_TENSORS};
 use te_fast_kernels::constants::tile::{TILE, TILE_THREADS};
 use te_fast_kernels::{Float, Fp8, Half, KernelId};
 
@@ -18,6 +17,9 @@ use crate::ops::cast::{aligned, check_columns, tiles};
 use crate::params;
 
 const OP: &str = "cast_many";
+/// Bytes of tensors that current scaling reads for their maxima before it reads the first of them again: they, what is
+/// written of them and the next ones share L2.
+const TOGETHER_BYTES: usize = 16 << 20;
 
 /// One tensor of a launch.
 #[derive(Clone, Copy, Debug)]
@@ -29,7 +31,7 @@ pub struct ManyEntry<'a> {
     pub out: DevPtr<'a>,
     /// Bytes of the transposed layout, or null.
     pub out_t: DevPtr<'a>,
-    /// One f32; of blocks null.
+    /// One f32, if it is given; else null.
     pub scale: DevPtr<'a>,
     /// One f32 or null; of blocks the scales of the row layout.
     pub scale_inv: DevPtr<'a>,
@@ -39,10 +41,10 @@ pub struct ManyEntry<'a> {
     pub rows: u32,
     /// Columns.
     pub cols: u32,
-    /// Blocks that look for its amax.
+    /// Chunks, of which current scaling takes maxima.
     pub chunks: u32,
-    /// Zero.
-    pub unused: u32,
+    /// Number of its first tile, under current scaling.
+    pub first_tile: u32,
 }
 
 impl ManyEntry<'_> {
@@ -56,14 +58,14 @@ impl ManyEntry<'_> {
         rows: 0,
         cols: 0,
         chunks: 0,
-        unused: 0,
+        first_tile: 0,
     };
 }
 
 params! {
-    /// Parameters of `amax_many_*`, `cast_many_*` and `cast_block_many_*`, rounded or not.
-    pub struct CastManyParams<'a> [quantize::CAST_MANY_PARAMS_BYTES] for AmaxMany | CastMany | CastBlockMany | AmaxManyRounded | CastManyRounded | CastBlockManyRounded => host::cast_many::run {
-        /// Partial maxima that the blocks of each tensor's amax exchange.
+    /// Parameters of `cast_many_*`, `cast_block_many_*` and `cast_current_many_*`, rounded or not.
+    pub struct CastManyParams<'a> [quantize::CAST_MANY_PARAMS_BYTES] for CastMany | CastBlockMany | CastCurrentMany | CastManyRounded | CastBlockManyRounded | CastCurrentManyRounded => host::cast_many::run {
+        /// What the blocks of each tensor exchange under current scaling.
         pub workspace: DevPtr<'a>,
         /// Entries in use.
         pub entries: u32,
@@ -73,7 +75,7 @@ params! {
         pub eps: f32,
         /// Largest value of the FP8 type.
         pub fp8_max: f32,
-        /// First block of each entry.
+        /// First block of each entry; under current scaling the number of its first chunk.
         pub first: [u32; MANY_TENSORS],
         /// The entries.
         pub entry: [ManyEntry<'a>; MANY_TENSORS],
@@ -96,19 +98,21 @@ impl ManyInputs {
         matches!((self, output), (Self::Plain(_), _) | (Self::Rounded(_), Fp8::E4m3))
     }
 
-    const fn amax(self) -> KernelId {
-        match self {
-            Self::Plain(input) => KernelId::AmaxMany(input),
-            Self::Rounded(input) => KernelId::AmaxManyRounded(input),
+    const fn cast(self, output: Fp8, scales: ManyScales) -> KernelId {
+        match (self, scales) {
+            (Self::Plain(input), ManyScales::Given) => KernelId::CastMany(input, output),
+            (Self::Plain(input), ManyScales::Current(_)) => KernelId::CastCurrentMany(input, output),
+            (Self::Plain(input), ManyScales::Block { .. }) => KernelId::CastBlockMany(input, output),
+            (Self::Rounded(input), ManyScales::Given) => KernelId::CastManyRounded(input),
+            (Self::Rounded(input), ManyScales::Current(_)) => KernelId::CastCurrentManyRounded(input),
+            (Self::Rounded(input), ManyScales::Block { .. }) => KernelId::CastBlockManyRounded(input),
         }
     }
 
-    const fn cast(self, output: Fp8, is_block: bool) -> KernelId {
-        match (self, is_block) {
-            (Self::Plain(input), false) => KernelId::CastMany(input, output),
-            (Self::Plain(input), true) => KernelId::CastBlockMany(input, output),
-            (Self::Rounded(input), false) => KernelId::CastManyRounded(input),
-            (Self::Rounded(input), true) => KernelId::CastBlockManyRounded(input),
+    const fn element_bytes(self) -> usize {
+        match self {
+            Self::Plain(input) => input.size(),
+            Self::Rounded(_) => size_of::<f32>(),
         }
     }
 }
@@ -164,7 +168,7 @@ impl CastManyPlan {
     /// The most tensors of a launch.
     pub const MOST: usize = MANY_TENSORS;
     /// Bytes of counters that a run uses; the counters are zero between launches.
-    pub const COUNTER_BYTES: usize = MANY_TENSORS * AMAX_WORKSPACE_BYTES;
+    pub const COUNTER_BYTES: usize = MANY_TENSORS * CURRENT_WORKSPACE_BYTES;
 
     /// Checks the rule.
     ///
@@ -181,34 +185,15 @@ impl CastManyPlan {
         Ok(Self { input, output, scales })
     }
 
-    /// Private bytes of a run for a number of tensors.
-    #[must_use]
-    pub const fn scratch_bytes(&self, tensors: usize) -> usize {
-        match self.scales {
-            ManyScales::Current(_) => tensors * size_of::<f32>(),
-            _ => 0,
-        }
-    }
-
-    /// Casts all of them: one launch for up to [`CastManyPlan::MOST`], two where scales follow from the tensors. `scratch` is
-    /// [`CastManyPlan::scratch_bytes`], `counters` [`CastManyPlan::COUNTER_BYTES`].
+    /// Casts all of them: one launch for up to [`CastManyPlan::MOST`]. `counters` is [`CastManyPlan::COUNTER_BYTES`].
     ///
     /// # Errors
     /// A shape beyond what a launch can index, a buffer that is null or misaligned, or a launch fails. Nothing is
     /// launched before all tensors are checked.
-    pub fn run<'a>(
-        &self,
-        target: &mut Target<'_>,
-        casts: &[TensorCast<'a>],
-        (scratch, counters): (DevPtr<'a>, DevPtr<'a>),
-    ) -> Result<()> {
+    pub fn run<'a>(&self, target: &mut Target<'_>, casts: &[TensorCast<'a>], counters: DevPtr<'a>) -> Result<()> {
         let host = target.is_host();
         casts.iter().try_for_each(|cast| self.check(cast, host))?;
-        for (index, casts) in casts.chunks(Self::MOST).enumerate() {
-            let scratch = scratch.offset(self.scratch_bytes(index * Self::MOST));
-            self.launch(target, casts, (scratch, counters))?;
-        }
-        Ok(())
+        casts.chunks(Self::MOST).try_for_each(|casts| self.launch(target, casts, counters))
     }
 
     fn check(&self, cast: &TensorCast<'_>, host: bool) -> Result<()> {
@@ -229,12 +214,7 @@ impl CastManyPlan {
         if host { Ok(()) } else { aligned(OP, "the transposed output", cast.out_t) }
     }
 
-    fn launch<'a>(
-        &self,
-        target: &mut Target<'_>,
-        casts: &[TensorCast<'a>],
-        (scratch, workspace): (DevPtr<'a>, DevPtr<'a>),
-    ) -> Result<()> {
+    fn launch<'a>(&self, target: &mut Target<'_>, casts: &[TensorCast<'a>], workspace: DevPtr<'a>) -> Result<()> {
         let (input, output) = (self.input, self.output);
         let (eps, pow2) = match self.scales {
             ManyScales::Given => (0.0, false),
@@ -249,48 +229,80 @@ impl CastManyPlan {
             first: [0; MANY_TENSORS],
             entry: std::array::from_fn(|_| ManyEntry::EMPTY),
         };
-        for (index, (cast, entry)) in casts.iter().zip(&mut params.entry).enumerate() {
-            *entry = self.entry(cast, scratch.offset(index * size_of::<f32>()));
+        for (cast, entry) in casts.iter().zip(&mut params.entry) {
+            *entry = self.entry(cast);
         }
-        if let ManyScales::Current(_) = self.scales {
-            let blocks = place(&mut params, |entry| u64::from(entry.chunks))?;
-            launch(target, input.amax(), Grid::linear(blocks, THREADS), &params)?;
-        }
-        let is_block = matches!(self.scales, ManyScales::Block { .. });
         // A tensor without elements still has an inverse scale, unless scales belong to blocks.
-        let least = u64::from(!is_block);
-        let tiles = |entry: &ManyEntry<'_>| {
-            let [rows, cols] = [entry.rows, entry.cols].map(|size| u64::from(size).div_ceil(TILE as u64));
-            (rows * cols).max(least)
+        let least = u32::from(!matches!(self.scales, ManyScales::Block { .. }));
+        let blocks = match self.scales {
+            ManyScales::Current(_) => number(&mut params, input.element_bytes())?,
+            _ => place(&mut params, least)?,
         };
-        let blocks = place(&mut params, tiles)?;
-        launch(target, input.cast(output, is_block), Grid::linear(blocks, TILE_THREADS), &params)
+        launch(target, input.cast(output, self.scales), Grid::linear(blocks, TILE_THREADS), &params)
     }
 
-    fn entry<'a>(&self, cast: &TensorCast<'a>, own_scale: DevPtr<'a>) -> ManyEntry<'a> {
+    fn entry<'a>(&self, cast: &TensorCast<'a>) -> ManyEntry<'a> {
         let &TensorCast { rows, cols, x, out, out_t, scale_inv, .. } = cast;
         let (scale, other) = match self.scales {
             ManyScales::Given => (cast.scale, cast.amax),
-            ManyScales::Current(_) => (own_scale, DevPtr::null()),
+            ManyScales::Current(_) => (DevPtr::null(), DevPtr::null()),
             ManyScales::Block { .. } => (DevPtr::null(), cast.scale_inv_t),
         };
         let chunks = (rows * cols).div_ceil(MANY_CHUNK).max(1) as u32;
-        let (rows, cols, unused) = (rows as u32, cols as u32, 0);
-        ManyEntry { x, out, out_t, scale, scale_inv, other, rows, cols, chunks, unused }
+        let (rows, cols, first_tile) = (rows as u32, cols as u32, 0);
+        ManyEntry { x, out, out_t, scale, scale_inv, other, rows, cols, chunks, first_tile }
     }
 }
 
-/// Assigns blocks to every entry; returns the number of blocks.
-fn place(params: &mut CastManyParams<'_>, blocks_of: impl Fn(&ManyEntry<'_>) -> u64) -> Result<u32> {
+/// Tiles of a tensor, at least this many.
+fn tiles_of(entry: &ManyEntry<'_>, least: u32) -> u64 {
+    let [rows, cols] = [entry.rows, entry.cols].map(|size| u64::from(size).div_ceil(TILE as u64));
+    (rows * cols).max(least.into())
+}
+
+/// Assigns a block for each of its tiles to every entry; returns the number of blocks.
+fn place(params: &mut CastManyParams<'_>, least: u32) -> Result<u32> {
     let mut blocks = 0_u64;
     for (entry, first) in params.entry.iter().zip(&mut params.first).take(params.entries as usize) {
         *first = blocks as u32;
-        blocks += blocks_of(entry);
-        if i32::try_from(blocks).is_err() {
-            return Err(Error::shape(OP, "the blocks of all tensors together", "below 2**31", blocks));
-        }
+        blocks += tiles_of(entry, least);
+        check_blocks(blocks)?;
     }
     Ok(blocks as u32)
+}
+
+/// Numbers the chunks and the tiles of every entry: those of as many tensors together as L2 can hold, first all chunks.
+/// Returns the number of blocks.
+fn number(params: &mut CastManyParams<'_>, element_bytes: usize) -> Result<u32> {
+    let (mut next, mut begin) = (0_u64, 0);
+    let entries = params.entries as usize;
+    while begin < entries {
+        let (mut end, mut bytes) = (begin, 0);
+        while end < entries {
+            let entry = &params.entry[end];
+            bytes += entry.rows as usize * entry.cols as usize * element_bytes;
+            if end > begin && bytes > TOGETHER_BYTES {
+                break;
+            }
+            params.first[end] = next as u32;
+            next += u64::from(entry.chunks);
+            end += 1;
+        }
+        for entry in &mut params.entry[begin..end] {
+            entry.first_tile = next as u32;
+            next += tiles_of(entry, 1);
+        }
+        check_blocks(next)?;
+        begin = end;
+    }
+    Ok(next as u32)
+}
+
+fn check_blocks(blocks: u64) -> Result<()> {
+    if i32::try_from(blocks).is_ok() {
+        return Ok(());
+    }
+    Err(Error::shape(OP, "the blocks of all tensors together", "below 2**31", blocks))
 }
 
 #[cfg(test)]
@@ -314,27 +326,47 @@ mod tests {
             amax: DevPtr::null(),
         };
         let plan = CastManyPlan::new(ManyInputs::Plain(Float::F32), Fp8::E4m3, ManyScales::Given)?;
-        let none = (DevPtr::null(), DevPtr::null());
         let lacking = TensorCast { scale: DevPtr::null(), ..whole };
-        assert!(plan.run(&mut Target::host(&mut trace), &[whole, lacking], none).is_err());
+        assert!(plan.run(&mut Target::host(&mut trace), &[whole, lacking], DevPtr::null()).is_err());
         assert_eq!(out, [7; 16]);
         Ok(())
     }
 
-    #[test]
-    fn tensors_without_elements_have_no_tiles_of_blocks() -> Result<()> {
+    fn params_of(shapes: &[(u32, u32)]) -> CastManyParams<'static> {
         let mut params = CastManyParams {
             workspace: DevPtr::null(),
-            entries: 3,
+            entries: shapes.len() as u32,
             pow2: 0,
             eps: 0.0,
             fp8_max: 0.0,
             first: [0; MANY_TENSORS],
             entry: std::array::from_fn(|_| ManyEntry::EMPTY),
         };
-        (params.entry[0].rows, params.entry[2].rows) = (2, 5);
-        assert_eq!(place(&mut params, |entry| u64::from(entry.rows))?, 7);
+        for (&(rows, cols), entry) in shapes.iter().zip(&mut params.entry) {
+            let chunks = (rows as usize * cols as usize).div_ceil(MANY_CHUNK).max(1) as u32;
+            *entry = ManyEntry { rows, cols, chunks, ..*entry };
+        }
+        params
+    }
+
+    #[test]
+    fn tensors_without_elements_have_no_tiles_of_blocks() -> Result<()> {
+        let mut params = params_of(&[(129, 128), (0, 128), (128, 513)]);
+        assert_eq!(place(&mut params, 0)?, 7);
         assert_eq!(params.first[..3], [0, 2, 2]);
+        Ok(())
+    }
+
+    #[test]
+    fn tiles_come_behind_the_chunks_of_all_tensors_that_fit_together() -> Result<()> {
+        // Two of 6 MiB share a round; one of 24 MiB has a round of its own.
+        let mut params = params_of(&[(1536, 2048), (1536, 2048), (6144, 2048), (0, 3)]);
+        let chunks = [96, 96, 384, 1];
+        let tiles = [192, 192, 768, 1];
+        assert_eq!(number(&mut params, 2)?, chunks.iter().chain(&tiles).sum::<u32>());
+        assert_eq!(params.first[..4], [0, 96, 576, 1728]);
+        let first_tiles: Vec<u32> = params.entry[..4].iter().map(|entry| entry.first_tile).collect();
+        assert_eq!(first_tiles, [192, 384, 960, 1729]);
         Ok(())
     }
 }

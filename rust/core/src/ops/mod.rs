@@ -8,6 +8,7 @@ pub mod affine;
 pub mod amax;
 pub mod cast;
 pub mod cast_block;
+pub mod cast_current;
 pub mod cast_groups;
 pub mod cast_many;
 pub mod dequantize;

@@ -8,6 +8,7 @@ use crate::launch::target::Target;
 use crate::ops::amax::{AmaxPlan, AmaxPointers, ScaleRule};
 use crate::ops::cast::{CastPlan, CastPointers, CastSpec};
 use crate::ops::cast_block::{BlockShape, CastBlockPlan, CastBlockPointers, CastBlockSpec};
+use crate::ops::cast_current::{CastCurrentPlan, CastCurrentPointers};
 use crate::ops::cast_groups::{
     CastGroupsPlan, CastGroupsPointers, CastGroupsSpec, Division, Gather, GroupScales, GroupShape,
 };
@@ -19,6 +20,9 @@ use crate::runtime::lane::{COUNTER_BYTES, aligned};
 const OP: &str = "quantize";
 /// Bytes of a tensor's scale, padded so that the next buffer stays aligned.
 const SCALE_BYTES: usize = 16;
+/// Largest tensor that current scaling reads and casts by one launch: what the cast reads again is still in L2. Of larger
+/// ones, two launches are faster.
+const AT_ONCE_BYTES: usize = 32 << 20;
 /// Only the amax pass uses the first counters.
 const AMAX_COUNTERS: usize = 256;
 
@@ -128,7 +132,10 @@ pointers! {
 #[derive(Clone, Copy, Debug)]
 enum Steps {
     Delayed(CastPlan),
-    Current(AmaxPlan, CastPlan),
+    /// One launch for all; the cast describes what it writes.
+    Current(CastCurrentPlan, CastPlan),
+    /// The scale, then the cast: with column sums, or of large tensors.
+    CurrentApart(AmaxPlan, CastPlan),
     Block(CastBlockPlan, Option<CastPlan>),
     Groups(CastGroupsPlan),
 }
@@ -171,7 +178,14 @@ impl QuantPlan {
             Scaling::Current => {
                 let Quantization { power_2_scale: pow2, amax_epsilon: eps, .. } = spec.quantization;
                 let rule = ScaleRule { output: spec.output, eps, pow2 };
-                Steps::Current(AmaxPlan::new(spec.rows * spec.cols, spec.input, rule, spec.processors)?, cast(true)?)
+                let at_once = CastCurrentPlan::new(spec.rows, spec.cols, spec.input, rule, spec.processors);
+                let fits = spec.rows * spec.cols * spec.input.size() <= AT_ONCE_BYTES;
+                if let Some(at_once) = at_once.ok().filter(|_| fits && !spec.dbias) {
+                    Steps::Current(at_once, cast(false)?)
+                } else {
+                    let amax = AmaxPlan::new(spec.rows * spec.cols, spec.input, rule, spec.processors)?;
+                    Steps::CurrentApart(amax, cast(true)?)
+                }
             }
             Scaling::Block => Steps::Block(block_plan(spec)?, spec.dbias.then(|| column_sums(spec)).transpose()?),
             other => return Err(Error::unsupported(OP, format!("{other:?} scaling does not run on this device"))),
@@ -215,7 +229,7 @@ impl QuantPlan {
 
     fn measure(steps: Steps) -> Self {
         let (row_bytes, row_scale_bytes, col_bytes, col_scale_bytes) = match &steps {
-            Steps::Delayed(cast) | Steps::Current(_, cast) => {
+            Steps::Delayed(cast) | Steps::Current(_, cast) | Steps::CurrentApart(_, cast) => {
                 (cast.out_bytes(), SCALE_BYTES, cast.out_t_bytes(), SCALE_BYTES)
             }
             Steps::Block(block, _) => {
@@ -226,7 +240,7 @@ impl QuantPlan {
             }
         };
         let partial = match &steps {
-            Steps::Delayed(cast) | Steps::Current(_, cast) => cast.partial_bytes(),
+            Steps::Delayed(cast) | Steps::Current(_, cast) | Steps::CurrentApart(_, cast) => cast.partial_bytes(),
             Steps::Block(_, sums) => sums.as_ref().map_or(0, CastPlan::partial_bytes),
             Steps::Groups(groups) => groups.partial_bytes(),
         };
@@ -237,7 +251,7 @@ impl QuantPlan {
     fn counter_bytes(&self) -> usize {
         AMAX_COUNTERS
             + match &self.steps {
-                Steps::Delayed(cast) | Steps::Current(_, cast) => cast.counter_bytes(),
+                Steps::Delayed(cast) | Steps::Current(_, cast) | Steps::CurrentApart(_, cast) => cast.counter_bytes(),
                 Steps::Block(_, sums) => sums.as_ref().map_or(0, CastPlan::counter_bytes),
                 Steps::Groups(_) => 0,
             }
@@ -271,7 +285,7 @@ impl QuantPlan {
     #[must_use]
     pub const fn shares_scale(&self) -> bool {
         match &self.steps {
-            Steps::Delayed(_) | Steps::Current(..) => true,
+            Steps::Delayed(_) | Steps::Current(..) | Steps::CurrentApart(..) => true,
             Steps::Block(..) => false,
             Steps::Groups(groups) => groups.shares_scale(),
         }
@@ -315,7 +329,19 @@ impl QuantPlan {
         };
         match &self.steps {
             Steps::Delayed(cast) => cast.run(target, &cast_pointers),
-            Steps::Current(amax, cast) => {
+            Steps::Current(at_once, cast) => {
+                let layouts = cast.spec();
+                let at = CastCurrentPointers {
+                    x: io.x,
+                    out: io.row.when(layouts.rowwise),
+                    out_t: io.col.when(layouts.columnwise),
+                    scale_inv,
+                    noop: io.noop,
+                    workspace: io.counters,
+                };
+                at_once.run(target, &at)
+            }
+            Steps::CurrentApart(amax, cast) => {
                 let scale = io.scratch;
                 let amax_pointers = AmaxPointers {
                     x: io.x,

@@ -232,11 +232,10 @@ fn run(
         })
         .collect();
     let plan = cast.plan()?;
-    let scratch = plan.scratch_bytes(casts.len());
     let mut dispatcher = state.dispatcher(py)?;
-    let mut lane = dispatcher.0.lane(place, scratch, Memory::Own)?;
-    let private: (DevPtr<'_>, DevPtr<'_>) = (lane.workspace.scratch, lane.workspace.counters);
-    plan.run(&mut lane.target, &casts, private)?;
+    let mut lane = dispatcher.0.lane(place, 0, Memory::Own)?;
+    let counters: DevPtr<'_> = lane.workspace.counters;
+    plan.run(&mut lane.target, &casts, counters)?;
     lane.target.trace.counters.weight_casts += casts.len() as u64;
     Ok(())
 }

@@ -295,8 +295,8 @@ fn by_one_launch(state: &State, py: Python<'_>, kind: Kind, jobs: &[Read<'_, '_>
     if written.windows(2).any(|pair| pair[0] == pair[1]) {
         return Ok(false);
     }
-    call.with_counters(CastManyPlan::COUNTER_BYTES, plan.scratch_bytes(casts.len()), |lane| {
-        plan.run(&mut lane.target, &casts, (lane.workspace.scratch, lane.workspace.counters))
+    call.with_counters(CastManyPlan::COUNTER_BYTES, 0, |lane| {
+        plan.run(&mut lane.target, &casts, lane.workspace.counters)
     })?;
     drop(casts);
     for (read, Prepared { targets, .. }) in jobs.iter().zip(prepared) {
