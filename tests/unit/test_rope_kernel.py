@@ -12,6 +12,7 @@ from rope_cases import DTYPES, SIZES, check, check_unrotated, randoms, same
 from te_fast.attention.rope import Heads, _waves, split_rotated
 from te_fast.errors import ShapeError
 from te_fast.pytorch.attention.rope import apply_rotary_pos_emb
+from te_fast.runtime.compiling import CAN_COMPILE
 
 
 @pytest.mark.parametrize(("heads", "width"), SIZES)
@@ -188,3 +189,36 @@ def test_angles_that_do_not_fit_are_told_so():
             split_rotated(
                 packed, ((wave, wave), (wave, wave)), heads, interleaved=False, in_place=False
             )
+
+
+@pytest.mark.skipif(not CAN_COMPILE, reason="torch 2.8 or later")
+@pytest.mark.parametrize(("heads", "width"), SIZES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_a_graph_holds_the_kernel(heads, width, dtype, interleaved):
+    """Compiled, the product takes one launch either way, and gives the bits of the eager one."""
+    of_q, of_k = (_waves(torch.randn(1, 5, 1, width), interleaved) for _ in range(2))
+    options = {"interleaved": interleaved, "in_place": True, "order": (0, 2, 1, 3)}
+
+    def split(packed):
+        return split_rotated(packed * 1, (of_q, of_k), heads, **options)
+
+    compiled = torch.compile(split, fullgraph=True, backend="aot_eager", dynamic=False)
+    for rows in (2, 0):
+        x = randoms(rows, 5, heads.columns, dtype=dtype, device="cpu")
+        results = []
+        for function in (split, compiled):
+            leaf = x.clone().requires_grad_()
+            with te_fast.dispatch.record() as forward:
+                outs = function(leaf)
+            torch.manual_seed(0)
+            grads = [torch.randn(out.shape, dtype=dtype) for out in outs]
+            with te_fast.dispatch.record() as backward:
+                torch.autograd.backward(outs, grads)
+            names = [[launch.name for launch in noted] for noted in (forward, backward)]
+            results.append((*outs, leaf.grad, names))
+        for one, other in zip(*(result[:4] for result in results), strict=True):
+            same(one, other)
+        assert results[0][4] == results[1][4]
+        assert all(len(noted) <= 1 for noted in results[1][4])
+    torch.compiler.reset()

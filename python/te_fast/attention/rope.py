@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.compiler import is_compiling
 
+from te_fast.attention import operators
 from te_fast.errors import DtypeError, ShapeError, UnsupportedError
 from te_fast.runtime import native
 from te_fast.runtime.compiling import is_unseen
@@ -209,6 +210,11 @@ def are_native(*tensors: torch.Tensor) -> bool:
     )
 
 
+def _is_an_operator(*tensors: torch.Tensor) -> bool:
+    """Tell whether a trace is to hold the kernel itself."""
+    return is_compiling() and all([t.dtype in _NATIVE for t in tensors])
+
+
 def _rows(t: torch.Tensor) -> torch.Tensor:
     """Return heads whose channels lie side by side."""
     return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
@@ -335,7 +341,8 @@ def split_rotated(
 ) -> Any:
     """Return queries, keys and values of their product, with queries and keys rotated, in FP32 and rounded once.
 
-    Plain tensors take one autograd node. Its backward writes the product's gradient in one launch.
+    Plain tensors take one autograd node. Its backward writes the product's gradient in one launch. Compiled functions
+    hold both as operators.
 
     Parameters
     ----------
@@ -359,13 +366,18 @@ def split_rotated(
         ``(..., heads, d)`` each, or in the order that is asked for.
     """
     of_q, of_k = waves or ((), ())
-    checked = of_q if of_k is of_q else (*of_q, *of_k)
+    # Dynamo compares tensors, and no tuples.
+    are_alike = waves is None or all([q is k for q, k in zip(*waves, strict=True)])
+    checked = of_q if are_alike else (*of_q, *of_k)
     if (waves is not None or in_place) and are_native(packed, *checked):
         angles = None if waves is None else (*of_q, *of_k)
         return _apply_split(packed.contiguous(), in_place, angles, heads, interleaved, order)
     if waves is None:
         parts = heads.split(packed)
-    elif of_q is of_k and not heads.is_grouped:
+    elif _is_an_operator(packed, *checked) and not heads.is_grouped:
+        sizes = [heads.queries, heads.groups, heads.channels]
+        parts = operators.split_rotated(packed, *of_q, *of_k, sizes, interleaved)
+    elif are_alike and not heads.is_grouped:
         whole = packed.unflatten(-1, (-1, heads.channels))
         turned = _Rotate.apply(whole, *of_q, interleaved, heads.queries + heads.groups)
         parts = turned.split_with_sizes((heads.queries, heads.groups, heads.groups), -2)
