@@ -434,6 +434,33 @@ def test_compiled():
     torch.compiler.reset()
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.skipif(not CAN_COMPILE, reason="torch 2.8 or later")
+def test_layers_that_are_compiled_one_by_one_share_a_graph():
+    """More of them than torch compiles a function for; results and gradients have the bits of eager calls."""
+    torch.manual_seed(0)
+    model = Model(9)
+    te_fast.convert(model)
+    twin = copy.deepcopy(model)
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    for layer in twin.layers:
+        layer.compile(fullgraph=True, backend="aot_eager")
+    tokens = torch.randint(0, 64, (2, 16))
+    results = []
+    for one in (model, twin):
+        with te.autocast(recipe=DelayedScaling()), te_fast.dispatch.record() as launches:
+            y = one(tokens)
+        y.square().sum().backward()
+        grads = [parameter.grad for parameter in one.parameters()]
+        results.append(([y, *grads], [launch.name for launch in launches]))
+    assert all(map(torch.equal, results[0][0], results[1][0]))
+    assert results[0][1] == results[1][1]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    torch.compiler.reset()
+
+
 def sequential():
     torch.manual_seed(5)
     return nn.Sequential(

@@ -407,6 +407,31 @@ def test_layers_of_one_kind_share_a_graph():
         assert counters()["stats"]["unique_graphs"] == recipes
 
 
+@pytest.mark.filterwarnings("ignore:.*Recipe type changed")
+def test_transformer_layers_share_a_graph():
+    """More of them than torch compiles a function for; copies of them as well."""
+    options = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "device": "cpu"}
+    layers = [te.TransformerLayer(32, 64, 2, **options) for _ in range(9)]
+    twins = copy.deepcopy(layers)
+    angles = te.RotaryPositionEmbedding(16)(8).cpu()
+    graphs = [torch.compile(layer, fullgraph=True, backend="aot_eager") for layer in twins]
+    for recipes, recipe in enumerate((Float8CurrentScaling(), DelayedScaling()), start=1):
+        x = torch.randn(8, 2, 32)
+        results = []
+        for run in (layers, graphs):
+            leaf = x.clone().requires_grad_()
+            with te.autocast(recipe=recipe):
+                y = leaf
+                for layer in run:
+                    y = layer(y, rotary_pos_emb=angles)
+            y.sum().backward()
+            results.append((y, leaf.grad))
+        assert torch.equal(results[0][0], results[1][0])
+        # Autograd adds the residual's gradient to the rounded one of the norm; the kernel rounds their sum.
+        assert (results[0][1] - results[1][1]).norm() < 0.05 * results[0][1].norm()
+        assert counters()["stats"]["unique_graphs"] == recipes
+
+
 def test_a_recipe_that_comes_back_compiles_nothing():
     layer = te.Linear(32, 32, device="cpu")
     run = compiled(lambda x: layer(x))

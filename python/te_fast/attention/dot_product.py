@@ -355,12 +355,29 @@ class DotProductAttention(TransformerEngineBaseModule):
         """Raise in a region whose recipe asks for attention in FP8."""
         if is_in_graph():
             if key_of_region()[0]:
-                _refuse_fp8_attention(self.name)
+                self._refuse_fp8()
             return
         enabled, *_, epoch = native.autocast_region()
         if enabled and self.__dict__.get("_checked_epoch") != epoch:
-            _refuse_fp8_attention(self.name)
+            self._refuse_fp8()
             self.__dict__["_checked_epoch"] = epoch
+
+    def _refuse_fp8(self) -> None:
+        """Raise if the recipe in force asks for attention in FP8.
+
+        Runs once in a trace, on the real module: a trace that read the module's name would be compiled for it alone.
+        """
+        region = entered.region
+        recipe = native.autocast_objects()[0] if region is None else region.recipe
+        for field in ("fp8_dpa", "fp8_mha"):
+            if recipe is not None and getattr(recipe, field, False):
+                message = (
+                    f"{self.name}: attention in FP8 ({field}=True of {type(recipe).__name__}) is not supported yet; "
+                    "leave it at False, and attention computes in high precision"
+                )
+                raise UnsupportedError(message)
+
+    _refuse_fp8._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def forward(
         self,
@@ -767,19 +784,3 @@ def _check_name(layer: str, argument: str, value: Any, known: tuple[str, ...]) -
     if value not in known:
         message = f"{layer}: {argument} must be one of {', '.join(map(repr, known))}, got {value!r}"
         raise ShapeError(message)
-
-
-def _refuse_fp8_attention(layer: str) -> None:
-    """Raise if the recipe in force asks for attention in FP8."""
-    region = entered.region
-    recipe = native.autocast_objects()[0] if region is None else region.recipe
-    for field in ("fp8_dpa", "fp8_mha"):
-        if recipe is not None and getattr(recipe, field, False):
-            message = (
-                f"{layer}: attention in FP8 ({field}=True of {type(recipe).__name__}) is not supported yet; leave it "
-                "at False, and attention computes in high precision"
-            )
-            raise UnsupportedError(message)
-
-
-_refuse_fp8_attention._dynamo_marked_constant = True  # type: ignore[attr-defined]

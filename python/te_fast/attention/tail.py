@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from te_fast.graphs.form import form_of, parameters_of
+from te_fast.graphs.region import key_of_region
+from te_fast.graphs.traced import Traced
 from te_fast.layers.layernorm_mlp import LayerNormMLP
 from te_fast.layers.linear import Linear
 from te_fast.runtime import native
@@ -42,6 +47,8 @@ class Tail:
         if mlp.use_bias and not mlp.apply_bias:
             program.bias("fc2_bias", mlp._parameters, "fc2_bias", mlp.hidden_size)
         program.add_residual("sum", begin)
+        #: The program in graphs.
+        self.traced = Traced(program, self, name)
 
     def is_of(self, proj: Linear, mlp: LayerNormMLP) -> bool:
         """Tell whether the program still belongs to these layers, whose native halves may have been replaced."""
@@ -96,6 +103,75 @@ class Tail:
             self._enter_region()
         out: torch.Tensor = native.program_apply(self.program, self, context, (residual,), first)
         return out
+
+    def may_be_in_graphs(self) -> bool:
+        """Tell whether the layers, as they are now, allow a graph to hold the program."""
+        proj, mlp = self._proj, self._mlp
+        return (
+            type(proj) is Linear
+            and are_called_plainly(proj, mlp)
+            and not proj.__dict__["_save_original_input"]
+            and proj._parameters.get("weight") is not None
+        )
+
+    def parameters_in_graph(
+        self, layers: tuple[Any, Any], hidden: torch.Tensor
+    ) -> tuple[tuple[torch.Tensor, ...], ...] | None:
+        """Return the program's parameters in a trace; None if a graph must hold the layers one by one.
+
+        Parameters
+        ----------
+        layers : tuple
+            The projection and the feed-forward block, on the trace's own way to them.
+        hidden : torch.Tensor
+            The layer's input.
+        """
+        proj, mlp = layers
+        of_proj, of_mlp = form_of(proj), form_of(mlp)
+        if not key_of_region()[0] or of_proj.is_shared or of_mlp.is_shared or of_mlp.is_recomputed:
+            return None
+        names = ["weight", "bias"] if proj.use_bias else ["weight"]
+        params = parameters_of(proj, of_proj, [(name,) for name in names])
+        params += parameters_of(mlp, of_mlp, of_mlp.parameters)
+        if mlp.use_bias and not mlp.apply_bias:
+            params += parameters_of(mlp, of_mlp, [("fc2_bias",)])
+        if any([part.dtype != hidden.dtype for parts in params for part in parts]):
+            return None
+        return tuple(params)
+
+    def call_in_graph(
+        self,
+        params: tuple[tuple[torch.Tensor, ...], ...],
+        context: torch.Tensor,
+        residual: torch.Tensor,
+        is_first_microbatch: bool | None,
+    ) -> torch.Tensor:
+        """Return what a call returns, as an operator of a graph.
+
+        Parameters
+        ----------
+        params : tuple
+            As of :meth:`parameters_in_graph`.
+        context, residual, is_first_microbatch
+            As of a call.
+        """
+        from te_fast.graphs import operators
+
+        first = None if is_first_microbatch is None else bool(is_first_microbatch)
+        out: torch.Tensor = operators.apply(self.traced, self, context, (residual,), params, first)
+        return out
+
+    def _delayed_states_of_linears(self, *, forward: bool) -> list[Any]:
+        """Return the scales of both layers, in the order of the program's linear operations."""
+        states: list[Any] = []
+        for layer in (self._proj, self._mlp):
+            states += layer._delayed_states_of_linears(forward=forward)
+        return states
+
+    def _check_quantized_weights(self, recipe: Any) -> None:
+        """Raise if weights are quantised by another recipe than that of the region."""
+        self._proj._check_quantized_weights(recipe)
+        self._mlp._check_quantized_weights(recipe)
 
     def _enter_region(self) -> None:
         """Note the autocast region in both layers; the dispatcher calls it, too, when the region is new."""

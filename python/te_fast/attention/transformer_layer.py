@@ -24,6 +24,7 @@ from te_fast.layers.layernorm_mlp import LayerNormMLP
 from te_fast.layers.norm import LayerNorm, RMSNorm
 from te_fast.layers.parameters import refuse
 from te_fast.parallel.ranks import divided
+from te_fast.runtime.compiling import is_exporting
 from te_fast.runtime.module_hooks import are_called_plainly
 
 #: The attributes and children of a layer that decide whether a call runs in one autograd node.
@@ -271,6 +272,7 @@ class TransformerLayer(CompositeModule):
         self.drop_path = DropPath(drop_path_rate) if drop_path_rate > 0.0 else None
         if output_layernorm:
             self._make_output_norm(locals())
+        self._find_tail()
 
     def _make_output_norm(self, given: dict[str, Any]) -> None:
         kind = RMSNorm if given["normalization"] == "RMSNorm" else LayerNorm
@@ -338,6 +340,11 @@ class TransformerLayer(CompositeModule):
         """Leave native parts out; the copy makes its own."""
         made = ("_tail", "_block", "_known")
         return {name: value for name, value in self.__dict__.items() if name not in made}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take a copied or pickled state, and make the native parts."""
+        super().__setstate__(state)
+        self._find_tail()
 
     # Forward --------------------------------------------------------------------------------------
 
@@ -485,6 +492,10 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
         tail = self._tail_for(hidden)
         if tail is not None:
             return self._run_with_tail(tail, hidden, step, given, notes=notes)
+        if is_compiling() and self._has_tail_in_graphs():
+            y = self._run_in_graph(hidden, step, given)
+            if y is not None:
+                return y
         attended = self.self_attention(hidden, **step, **given)
         if self.parallel_attention_mlp:
             mlp = self.layernorm_mlp(hidden, step["is_first_microbatch"])
@@ -508,24 +519,60 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
 
     def _tail_for(self, hidden: torch.Tensor) -> Tail | None:
         """Return the program of the part behind attention; None if something else must run in between."""
-        if (self.training and self.hidden_dropout > 0.0) or not self._is_plain():
+        if is_compiling() or (self.training and self.hidden_dropout > 0.0):
             return None
-        if is_compiling():  # a graph has the layers as operators
+        tail = self._find_tail()
+        if tail is None or not are_called_plainly(self._modules["self_attention"]):
             return None
+        return tail if tail.takes(hidden) else None
+
+    def _has_tail_in_graphs(self) -> bool:
+        """Tell whether graphs may hold the part behind attention as one program, which a trace finds as ``_tail``.
+
+        Runs once in a trace, on the real layer.
+        """
+        if (
+            is_exporting()
+            or (self.training and self.hidden_dropout > 0.0)
+            or not are_called_plainly(self._modules["self_attention"])
+        ):
+            return False
+        tail = self._find_tail()
+        return tail is not None and tail.may_be_in_graphs()
+
+    _has_tail_in_graphs._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+    def _find_tail(self) -> Tail | None:
+        """Return the program of the part behind attention, which belongs to the layers within; None if it has none.
+
+        Every layer has it from the beginning: one without would not fit the graph of another.
+        """
         modules = self._modules
         attention: Any = modules["self_attention"]
         mlp: Any = modules["layernorm_mlp"]
         if (
             type(attention) is not MultiheadAttention
             or type(mlp) is not LayerNormMLP
-            or not are_called_plainly(attention)
+            or not self._is_plain()
         ):
             return None
         proj: Any = attention._modules["proj"]
         tail: Tail | None = self.__dict__.get("_tail")
         if tail is None or not tail.is_of(proj, mlp):
             tail = self.__dict__["_tail"] = Tail(proj, mlp, self._shown)
-        return tail if tail.takes(hidden) else None
+        return tail
+
+    def _run_in_graph(
+        self, hidden: torch.Tensor, step: dict[str, Any], given: dict[str, Any]
+    ) -> torch.Tensor | None:
+        """Return the layer's result in a trace, the part behind attention as one operator."""
+        attention, is_first = self.self_attention, step["is_first_microbatch"]
+        tail: Any = self._tail
+        params = tail.parameters_in_graph((attention.proj, self.layernorm_mlp), hidden)
+        if params is None:
+            return None
+        context, _ = attention.attend((hidden, None), is_first, step["rotary_pos_emb"], given)
+        return tail.call_in_graph(params, context, hidden, is_first)
 
     def _run_with_tail(
         self,

@@ -29,6 +29,7 @@ from te_fast.layers.layernorm_mlp import LayerNormMLP
 from te_fast.layers.linear import Linear
 from te_fast.layers.program import ProgramLayer
 from te_fast.runtime import native
+from te_fast.runtime.compiling import is_exporting
 from te_fast.runtime.module_hooks import has_hooks
 
 Tie = tuple[str, torch.nn.Module, str]
@@ -303,6 +304,7 @@ class DecoderForward(OwnedForward):
             self._found.append((mlp, list(mlp._modules.items())))
             own += [("post_attention_layernorm", second), ("mlp", mlp)]
         self._found.append((layer, own))
+        self._find_tail()
 
     def _watched(self) -> Sequence[Watched]:
         return self._found
@@ -310,6 +312,11 @@ class DecoderForward(OwnedForward):
     def __getstate__(self) -> dict[str, Any]:
         """Leave native programs out; the copy makes its own."""
         return super().__getstate__() | {"_tail": None, "_block": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Refer to the copy's own module, and make the native programs."""
+        super().__setstate__(state)
+        self._find_tail()
 
     def packed(self) -> list[list[torch.nn.Parameter]]:
         """Return weights and biases of queries, keys and values, and of both halves of the feed-forward block."""
@@ -393,10 +400,14 @@ class DecoderForward(OwnedForward):
             y = self._in_one_node(tail, hidden_states, waves)
             if y is not None:
                 return y
+        in_graph = self._tail_in_graph(hidden_states) if is_compiling() else None
         mixed = self.qkv(hidden_states)
         context = self._attended(mixed, waves, attention_mask, past_key_values)
         if tail is not None:
             return tail(context, hidden_states, None)
+        if in_graph is not None:
+            behind: Any = self._tail
+            return behind.call_in_graph(in_graph, context, hidden_states, None)
         h = hidden_states + self.out(context)
         if self.mlp is not None:
             return h + self.mlp(h)
@@ -408,12 +419,43 @@ class DecoderForward(OwnedForward):
             return None
         self.out.refresh()
         self.mlp.refresh()
+        tail = self._find_tail()
+        return tail if tail is not None and tail.takes(hidden) else None
+
+    def _find_tail(self) -> Tail | None:
+        """Return the program of the part behind attention, which belongs to the layers as they are.
+
+        Every layer has it from the beginning: one without would not fit the graph of another.
+        """
+        if self.mlp is None:
+            return None
         proj, mlp = self.out.layer, self.mlp.layer
         if not mlp.has_plain_halves():
             return None
         if self._tail is None or not self._tail.is_of(proj, mlp):
             self._tail = Tail(proj, mlp, mlp.name)
-        return self._tail if self._tail.takes(hidden) else None
+        return self._tail
+
+    def _may_have_tail_in_graphs(self) -> bool:
+        """Tell whether graphs may hold the part behind attention as one program, which a trace finds as ``_tail``.
+
+        Runs once in a trace, on the real layer.
+        """
+        tail = None if is_exporting() else self._find_tail()
+        return tail is not None and tail.may_be_in_graphs()
+
+    _may_have_tail_in_graphs._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+    def _tail_in_graph(self, hidden: torch.Tensor) -> Any:
+        """Return the parameters of the part behind attention in a trace; None if its layers are operators each."""
+        if (
+            self.mlp is None
+            or torch.is_autocast_enabled(hidden.device.type)
+            or not self._may_have_tail_in_graphs()
+        ):
+            return None
+        tail: Any = self._tail
+        return tail.parameters_in_graph((self.out.layer, self.mlp.layer), hidden)
 
     def _in_one_node(self, tail: Tail, hidden: torch.Tensor, waves: Waves) -> torch.Tensor | None:
         """Return the layer's result; None if the layers must be called one by one."""

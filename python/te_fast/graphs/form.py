@@ -7,7 +7,7 @@ form tells is a constant of the trace. A layer has another form after a change.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -15,6 +15,9 @@ from torch.nn import functional
 from te_fast.runtime import recompute
 from te_fast.runtime.inputs import check_input
 from te_fast.runtime.parts import joined
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 class Form(NamedTuple):
@@ -52,6 +55,19 @@ def _form_of(text: str) -> Form:
 _form_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def form_of(layer: Any) -> Form:
+    """Return a layer's form in a trace."""
+    return _form_of(layer._traced.form)
+
+
+def parameters_of(
+    layer: Any, form: Form, names: Iterable[tuple[str, ...]]
+) -> list[tuple[torch.Tensor, ...]]:
+    """Return the parts of a layer's parameters in a trace."""
+    tied = dict(form.tied)
+    return [tuple([_parameter(layer, name, tied) for name in parts]) for parts in names]
+
+
 def _parameter(layer: Any, name: str, tied: dict[str, str]) -> Any:
     if name in tied:
         return layer._tied_modules[name]._parameters[tied[name]]
@@ -86,9 +102,8 @@ def forward_traced(
     ShapeError, DtypeError, DeviceError
         If the input does not fit.
     """
-    form = _form_of(layer._traced.form)
-    tied = dict(form.tied)
-    params = [tuple([_parameter(layer, name, tied) for name in names]) for names in form.parameters]
+    form = form_of(layer)
+    params = parameters_of(layer, form, form.parameters)
     parts = [part for one in params for part in one]
     check_input(layer, inp, *form.features, parts[0].device)
     kind = inp.device.type
