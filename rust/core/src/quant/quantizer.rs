@@ -329,29 +329,10 @@ impl QuantPlan {
         };
         match &self.steps {
             Steps::Delayed(cast) => cast.run(target, &cast_pointers),
-            Steps::Current(at_once, cast) => {
-                let layouts = cast.spec();
-                let at = CastCurrentPointers {
-                    x: io.x,
-                    out: io.row.when(layouts.rowwise),
-                    out_t: io.col.when(layouts.columnwise),
-                    scale_inv,
-                    noop: io.noop,
-                    workspace: io.counters,
-                };
-                at_once.run(target, &at)
-            }
+            Steps::Current(at_once, cast) => at_once.run(target, &at_once_pointers(io, cast.spec(), scale_inv)),
             Steps::CurrentApart(amax, cast) => {
-                let scale = io.scratch;
-                let amax_pointers = AmaxPointers {
-                    x: io.x,
-                    workspace: io.counters,
-                    scale,
-                    scale_inv,
-                    noop: io.noop,
-                    ..AmaxPointers::default()
-                };
-                amax.run(target, &amax_pointers)?;
+                let &QuantPointers { x, scratch: scale, counters: workspace, noop, .. } = io;
+                amax.run(target, &AmaxPointers { x, workspace, scale, scale_inv, noop, ..AmaxPointers::default() })?;
                 cast_pointers.scale = scale;
                 cast_pointers.scale_inv = DevPtr::null();
                 cast_pointers.amax = DevPtr::null();
@@ -378,6 +359,17 @@ impl QuantPlan {
             }
         }
     }
+}
+
+/// The buffers of current scaling by one launch.
+fn at_once_pointers<'a>(
+    io: &QuantPointers<DevPtr<'a>>,
+    layouts: &CastSpec,
+    scale_inv: DevPtr<'a>,
+) -> CastCurrentPointers<'a> {
+    let &QuantPointers { x, noop, counters: workspace, .. } = io;
+    let (out, out_t) = (io.row.when(layouts.rowwise), io.col.when(layouts.columnwise));
+    CastCurrentPointers { x, out, out_t, scale_inv, noop, workspace }
 }
 
 /// The buffers of a quantisation of groups.
