@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import json
 import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -43,6 +44,7 @@ __all__ = [
     "interleave",
     "options",
     "peer",
+    "queued",
     "quiet",
     "reason",
     "show",
@@ -142,6 +144,32 @@ def options(description: str | None) -> argparse.ArgumentParser:
 def as_in_training() -> None:
     """Let an optimizer make a step, so that te_fast does not take a missing gradient for a changed weight."""
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1).step()
+
+
+def queued(
+    body: Callable[[], object],
+    region: Callable[[], AbstractContextManager[Any]],
+    calls: int,
+    rounds: int = 9,
+) -> float:
+    """Return the median microseconds of a call on the GPU, of calls that are queued behind a pause.
+
+    The driver queues 1,024 launches. With more, the host would wait for the end of the pause, and the GPU then for the
+    host.
+    """
+    times = []
+    for _ in range(rounds):
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        torch.cuda._sleep(int(1e8))
+        first.record()
+        with region():
+            for _ in range(calls):
+                body()
+        last.record()
+        torch.cuda.synchronize()
+        times.append(float(first.elapsed_time(last)) * 1e3 / calls)
+    return statistics.median(times)
 
 
 def commit() -> str:

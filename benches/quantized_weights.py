@@ -9,11 +9,10 @@ project's; they hold for CUDA, where the host only launches.
 
 from __future__ import annotations
 
-import statistics
 import sys
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -25,6 +24,7 @@ from _harness import (
     as_in_training,
     interleave,
     options,
+    queued,
     show,
     write,
 )
@@ -38,9 +38,8 @@ if TYPE_CHECKING:
 BARS = {"no_grad": 0.60, "forward + backward + cast": 1.0, "forward + backward + Adam": 1.5}
 GPU_BARS = {"forward + backward + cast": 1.0, "forward + backward + Adam": 1.1}
 MEMORY_BAR = 0.55
-#: Calls of one layer that are queued at once. The driver queues 1,024 launches: with more, the host would wait for the
-#: end of the pause, and the GPU then for the host.
-QUEUED, GPU_ROUNDS = 40, 9
+#: Calls of one layer that are queued at once.
+QUEUED = 40
 
 
 def bodies_of(
@@ -89,24 +88,6 @@ def bytes_of(layers: torch.nn.Module) -> int:
     return total
 
 
-def gpu_microseconds(body: Callable[[], object], region: Callable[[], Any], layers: int) -> float:
-    """Median time of a call on the GPU, of calls that are queued behind a pause."""
-    calls = max(1, QUEUED // layers)
-    times = []
-    for _ in range(GPU_ROUNDS):
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        torch.cuda._sleep(int(1e8))
-        first.record()
-        with region():
-            for _ in range(calls):
-                body()
-        last.record()
-        torch.cuda.synchronize()
-        times.append(float(first.elapsed_time(last)) * 1e3 / calls)
-    return statistics.median(times)
-
-
 class Measured(NamedTuple):
     """Microseconds per call on the host and the GPU, by mode and layers; memory of FP8 weights over BF16's."""
 
@@ -150,7 +131,7 @@ def measure(arguments: argparse.Namespace, count: int) -> Measured:
             )
             if device.type == "cuda" and mode in GPU_BARS:
                 gpu[mode] = {
-                    name: gpu_microseconds(body, regions.get(name, nullcontext), count)
+                    name: queued(body, regions.get(name, nullcontext), max(1, QUEUED // count))
                     for name, body in bodies.items()
                 }
     return Measured(host, gpu, memory)
