@@ -407,6 +407,7 @@ def test_layers_of_one_kind_share_a_graph():
         assert counters()["stats"]["unique_graphs"] == recipes
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*Recipe type changed")
 def test_transformer_layers_share_a_graph():
     """More of them than torch compiles a function for; copies of them as well."""

@@ -191,6 +191,7 @@ def test_angles_that_do_not_fit_are_told_so():
             )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not CAN_COMPILE, reason="torch 2.8 or later")
 @pytest.mark.parametrize(("heads", "width"), SIZES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
