@@ -336,6 +336,15 @@ class DotProductAttention(TransformerEngineBaseModule):
 
     # Forward --------------------------------------------------------------------------------------
 
+    def _named(self) -> str:
+        """Return the name, which is a constant for a trace.
+
+        A trace that reads the attribute itself is compiled for this module alone.
+        """
+        return self.name
+
+    _named._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
     def _rule(self, mask_type: str | None, window: Any, bottom_right: bool | None) -> Rule:
         """Return the arguments of a call; the constructor's arguments replace those that are None."""
         window = tuple(window) if isinstance(window, list) else window
@@ -346,7 +355,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             mask_type = self.attn_mask_type if mask_type is None else mask_type
             window = self.window_size if window is None else window
             bottom_right = self.bottom_right_diagonal if bottom_right is None else bottom_right
-            rule = rule_of(mask_type, window, bottom_right, self.name)
+            rule = rule_of(mask_type, window, bottom_right, self._named())
             if not is_in_graph():
                 self._rules[asked] = rule
         return rule
@@ -365,7 +374,7 @@ class DotProductAttention(TransformerEngineBaseModule):
     def _refuse_fp8(self) -> None:
         """Raise if the recipe in force asks for attention in FP8.
 
-        Runs once in a trace, on the real module: a trace that read the module's name would be compiled for it alone.
+        Runs once in a trace, on the real module.
         """
         region = entered.region
         recipe = native.autocast_objects()[0] if region is None else region.recipe
@@ -476,16 +485,19 @@ class DotProductAttention(TransformerEngineBaseModule):
         """
         callbacks = (score_mod, score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors)
         if bf16_backward or callbacks != (None, None, None, None):
-            refuse(self.name, {"bf16_backward": bool(bf16_backward), "score_mod": True})
+            refuse(self._named(), {"bf16_backward": bool(bf16_backward), "score_mod": True})
         _check_name(
-            self.name, "thd_attention_policy_dispatch", thd_attention_policy_dispatch, DISPATCHES
+            self._named(),
+            "thd_attention_policy_dispatch",
+            thd_attention_policy_dispatch,
+            DISPATCHES,
         )
-        refuse(self.name, {"thd_attention_policies": thd_attention_policies is not None})
+        refuse(self._named(), {"thd_attention_policies": thd_attention_policies is not None})
         fmt = self.qkv_format if qkv_format is None else qkv_format
-        _check_name(self.name, "qkv_format", fmt, FORMATS)
+        _check_name(self._named(), "qkv_format", fmt, FORMATS)
         heads: Any = (query_layer, key_layer, value_layer)
         if qkv_layer is not None or kv_layer is not None:
-            heads = _unpacked(self.name, (qkv_layer, kv_layer), heads, fmt, qkv_interleave_dim)
+            heads = _unpacked(self._named(), (qkv_layer, kv_layer), heads, fmt, qkv_interleave_dim)
         self._check_region()
         self._check_heads(heads, fmt)
         rule = self._rule(attn_mask_type, window_size, bottom_right_diagonal)
@@ -572,7 +584,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             raise ShapeError(message)
         if kind == "no_bias" and tensor is None and slopes is None:
             return Bias()
-        _check_name(self.name, "core_attention_bias_type", kind, BIAS_TYPES)
+        _check_name(self._named(), "core_attention_bias_type", kind, BIAS_TYPES)
         is_tensor = kind in ("pre_scale_bias", "post_scale_bias")
         if is_tensor != (tensor is not None) or (slopes is not None and kind != "alibi"):
             message = (
