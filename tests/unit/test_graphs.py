@@ -433,6 +433,63 @@ def test_transformer_layers_share_a_graph():
         assert counters()["stats"]["unique_graphs"] == recipes
 
 
+def tokens(*shape):
+    return torch.randn(shape or (32, 64), requires_grad=True)
+
+
+def heads():
+    return [torch.randn(16, 2, 4, 16, requires_grad=True) for _ in range(3)]
+
+
+NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "device": "cpu"}
+#: Makes a module, and calls it.
+ALIKE = {
+    "Linear": (lambda: te.Linear(64, 64, device="cpu"), lambda f: f(tokens())),
+    "LayerNormMLP": (lambda: te.LayerNormMLP(64, 64, device="cpu"), lambda f: f(tokens())),
+    "RMSNorm": (lambda: te.RMSNorm(64, device="cpu"), lambda f: f(tokens())),
+    "LayerNorm": (lambda: te.LayerNorm(64, device="cpu"), lambda f: f(tokens())),
+    "GroupedLinear": (
+        lambda: te.GroupedLinear(3, 64, 64, device="cpu"),
+        lambda f: f(tokens(), [16, 0, 16]),
+    ),
+    "Sequential": (
+        lambda: te.ops.Sequential(
+            te.ops.LayerNorm(64, device="cpu"),
+            te.ops.Linear(64, 128, device="cpu"),
+            te.ops.SwiGLU(),
+            torch.nn.Tanh(),
+            te.ops.Linear(64, 64, device="cpu"),
+        ),
+        lambda f: f(tokens()),
+    ),
+    "DotProductAttention": (
+        lambda: te.DotProductAttention(4, 16, attention_dropout=0.0),
+        lambda f: f(*heads()),
+    ),
+    "decoder": (
+        lambda: te.TransformerLayer(64, 64, 4, layer_type="decoder", **NO_DROPOUT),
+        lambda f: f(tokens(16, 2, 64), encoder_output=torch.randn(16, 2, 64)),
+    ),
+    "MoE": (lambda: te.MoE(64, 32, 4, topk=2, device="cpu"), lambda f: f(tokens())),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*Recipe type changed")
+@pytest.mark.parametrize("name", ALIKE)
+def test_modules_of_one_kind_share_a_graph(name):
+    """Nine of them: torch compiles a function for eight, and then raises."""
+    make, call = ALIKE[name]
+    modules = [make() for _ in range(9)]
+    for recipes, recipe in enumerate((Float8CurrentScaling(), DelayedScaling()), start=1):
+        for module in modules:
+            with te.autocast(recipe=recipe):
+                result = call(torch.compile(module, fullgraph=True, backend="aot_eager"))
+            (result[0] if isinstance(result, tuple) else result).sum().backward()
+        # Norms and attention compute the same under every recipe, and are compiled for the region all the same.
+        assert counters()["stats"]["unique_graphs"] <= recipes
+
+
 def test_a_recipe_that_comes_back_compiles_nothing():
     layer = te.Linear(32, 32, device="cpu")
     run = compiled(lambda x: layer(x))

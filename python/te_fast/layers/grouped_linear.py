@@ -657,7 +657,8 @@ class GroupedLinear(PartedLayer):
     ) -> torch.Tensor:
         """Run the forward of calls that need Python."""
         if is_traced(inp):
-            refuse(self.name, {"out or dgrad_out in a graph": buffers is not None})
+            if buffers is not None:
+                refuse(self.name, {"out or dgrad_out in a graph": True})
             return forward_traced(self, inp, is_first_microbatch, splits)
         parameters, version = self._used_parameters(is_first_microbatch)
         check_input(self, inp, "in_features", self.in_features, parameters["weight"].device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import threading
 import weakref
@@ -11,7 +12,7 @@ from weakref import WeakSet
 
 import torch
 
-from te_fast.errors import ArgumentError, DtypeError, StateError, UnsupportedError
+from te_fast.errors import ArgumentError, DtypeError, StateError, TeFastError, UnsupportedError
 from te_fast.ops import chain, traced
 from te_fast.ops.common import (
     GRAD_INPUT_BUFFER_KEY,
@@ -487,8 +488,22 @@ class OperationFuser:
                 message = f"op {label} takes no keyword argument {', '.join(sorted(unknown))}"
                 raise ArgumentError(message)
 
+    def _is_like(self, other: OperationFuser) -> bool:
+        """Tell whether another group has operations of the same kinds, labels and modes."""
+        mine, theirs = ([type(op) for op in fuser._basic_ops] for fuser in (self, other))
+        return (
+            (self._modes, self._labels) == (other._modes, other._labels)
+            and mine == theirs
+            and not other._channels_stale
+        )
+
     def _prepare_traced(self, *arguments: Any) -> None:
+        """Plan this group for a trace, and those that are like it: one without a plan would not fit the graph."""
         traced.prepare(self, *arguments)
+        for other in list(_fusers):
+            if other is not self and self._is_like(other):
+                with contextlib.suppress(TeFastError):  # its own call raises it
+                    traced.prepare(other, *arguments)
 
     _prepare_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
 

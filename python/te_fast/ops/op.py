@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from weakref import WeakSet
 
 import torch
 
-from te_fast.errors import ArgumentError, ArgumentIndexError, StateError
+from te_fast.errors import ArgumentError, ArgumentIndexError, StateError, TeFastError
 from te_fast.ops.recipe_state import RecipeStateModule
 from te_fast.parallel.ranks import NO_EXCHANGE, Exchange, copy_sharing
 from te_fast.runtime.calls import call_through_forward, program_call_method
@@ -17,11 +18,17 @@ from te_fast.runtime.compiling import is_in_graph
 from te_fast.tensor.quantizer import Float8QuantizerBase
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from te_fast.ops.fuser import OperationFuser
     from te_fast.recipe import Recipe
 
 #: Tensors of each basic operation, as its methods return them.
 PerOp = Iterable[Iterable[torch.Tensor | None]]
+
+
+#: All operations, of which those by themselves may share graphs.
+_operations: WeakSet[FusibleOperation] = WeakSet()
 
 
 class Beside(NamedTuple):
@@ -191,8 +198,27 @@ class FusibleOperation(torch.nn.Module, metaclass=abc.ABCMeta):
             fuser.runs_for(self)
         return fuser
 
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        """Note the operation among those that may share a graph."""
+        self = super().__new__(cls)
+        _operations.add(self)
+        return self
+
     def _prepare_fuser(self) -> None:
+        """Make the groups of this operation and of those of its class that are in none.
+
+        They may share a graph. One without a group would not fit the graph of this one.
+        """
         self._fuser()
+        for other in list(_operations):
+            state = other.__dict__
+            if (
+                type(other) is type(self)
+                and "_modules" in state
+                and not state.get("_capturing_fusers")
+            ):
+                with contextlib.suppress(TeFastError):  # its own call raises it
+                    other._fuser()
 
     _prepare_fuser._dynamo_marked_constant = True  # type: ignore[attr-defined]
 

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import numbers
 import operator
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 
-from te_fast.errors import ArgumentError, ArgumentIndexError, StateError
+from te_fast.errors import ArgumentError, ArgumentIndexError, StateError, TeFastError
 from te_fast.ops.fuser import OperationFuser
 from te_fast.ops.op import FusedOperation, FusibleOperation
 from te_fast.ops.undo import Undo
 from te_fast.runtime.calls import call_through_forward, program_call_method
 from te_fast.runtime.compiling import is_in_graph
 from te_fast.runtime.global_state import FP8GlobalStateManager
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+#: All containers, of which those that are alike may share graphs.
+_containers: WeakSet[Sequential] = WeakSet()
 
 
 class Sequential(torch.nn.Module):
@@ -199,8 +207,21 @@ class Sequential(torch.nn.Module):
         self._module_groups = groups
         return groups
 
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        """Note the container among those that may share a graph."""
+        self = super().__new__(cls)
+        _containers.add(self)
+        return self
+
     def _prepare_groups(self) -> None:
+        """Make the groups of each container that is like this one: one without would not fit the graph."""
         self._groups()
+        kinds = [(name, type(module)) for name, module in self._modules.items()]
+        for other in list(_containers):
+            modules = other.__dict__.get("_modules", {})
+            if [(name, type(module)) for name, module in modules.items()] == kinds:
+                with contextlib.suppress(TeFastError):  # its own call raises it
+                    other._groups()
 
     _prepare_groups._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
