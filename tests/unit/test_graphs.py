@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import re
+import warnings
 from itertools import product
 
 import pytest
@@ -431,6 +432,23 @@ def test_transformer_layers_share_a_graph():
         # Autograd adds the residual's gradient to the rounded one of the norm; the kernel rounds their sum.
         assert (results[0][1] - results[1][1]).norm() < 0.05 * results[0][1].norm()
         assert counters()["stats"]["unique_graphs"] == recipes
+
+
+@pytest.mark.slow
+def test_a_trace_leaves_the_recipe_of_other_transformer_layers():
+    """The layers of a kind are prepared together; those that have run under another recipe do not change."""
+    layers = [te.TransformerLayer(32, 64, 2, **NO_DROPOUT) for _ in range(2)]
+    x = torch.randn(8, 2, 32)
+    current = Float8CurrentScaling()
+    with te.autocast(recipe=current):
+        layers[0](x)
+    with warnings.catch_warnings(), te.autocast(recipe=DelayedScaling()):
+        warnings.simplefilter("error")
+        torch.compile(layers[1], fullgraph=True, backend="aot_eager")(x)
+        assert layers[0].layernorm_mlp.fp8_meta["recipe"] is current
+    with warnings.catch_warnings(), te.autocast(recipe=current):
+        warnings.simplefilter("error")
+        layers[0](x)
 
 
 def tokens(*shape):

@@ -34,6 +34,8 @@ class Tail:
 
     def __init__(self, proj: Linear, mlp: LayerNormMLP, name: str) -> None:
         self._proj, self._mlp = proj, mlp
+        #: The owners of its scales.
+        self.layers = proj, mlp
         self._handles = (proj._handles, mlp._handles)
         self._epoch: int | None = None
         program = self.program = native.Program(name)

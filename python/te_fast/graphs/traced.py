@@ -148,7 +148,8 @@ class Traced:
         The native program.
     owner : object
         The owner of the scales of its linear operations: ``_init_delayed_scaling()`` makes them, and
-        ``_delayed_states_of_linears(forward)`` returns them in the order of the operations.
+        ``_delayed_states_of_linears(forward)`` returns them in the order of the operations. Its ``layers``, if it has
+        some, own them.
     name : str
         Name in messages.
     """
@@ -349,14 +350,15 @@ class Traced:
 
 
 def _prepare_scales_of(owner: Any) -> None:
-    """Make the scales of a layer that is not called now. If it has a recipe, that of its last call stays noted."""
-    meta = getattr(owner, "fp8_meta", None)
-    former = None if meta is None else meta.get("recipe")
-    if meta is None or former is None:
-        owner._init_delayed_scaling()
-        return
-    meta["recipe"] = None
-    try:
-        owner._init_delayed_scaling()
-    finally:
-        meta["recipe"] = former
+    """Make the scales of layers that are not called now. If a layer has a recipe, that of its last call stays noted."""
+    for layer in getattr(owner, "layers", (owner,)):
+        meta = getattr(layer, "fp8_meta", None)
+        former = None if meta is None else meta.get("recipe")
+        if meta is None or former is None:
+            layer._init_delayed_scaling()
+            continue
+        meta["recipe"] = None
+        try:
+            layer._init_delayed_scaling()
+        finally:
+            meta["recipe"] = former

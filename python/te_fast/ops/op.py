@@ -18,8 +18,6 @@ from te_fast.runtime.compiling import is_in_graph
 from te_fast.tensor.quantizer import Float8QuantizerBase
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
-
     from te_fast.ops.fuser import OperationFuser
     from te_fast.recipe import Recipe
 
@@ -190,6 +188,15 @@ class FusibleOperation(torch.nn.Module, metaclass=abc.ABCMeta):
         message = f"{type(self).__name__} has no fuser_backward"
         raise NotImplementedError(message)
 
+    def __init__(self) -> None:
+        super().__init__()
+        _operations.add(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take a copied or pickled state."""
+        super().__setstate__(state)
+        _operations.add(self)
+
     def _fuser(self) -> OperationFuser:
         """Return the group that runs this single operation, made at first use."""
         fuser = self._own_fuser
@@ -197,12 +204,6 @@ class FusibleOperation(torch.nn.Module, metaclass=abc.ABCMeta):
             fuser = self.__dict__["_own_fuser"] = self._make_fuser([self])
             fuser.runs_for(self)
         return fuser
-
-    def __new__(cls, *_: Any, **__: Any) -> Self:
-        """Note the operation among those that may share a graph."""
-        self = super().__new__(cls)
-        _operations.add(self)
-        return self
 
     def _prepare_fuser(self) -> None:
         """Make the groups of this operation and of those of its class that are in none.

@@ -6,7 +6,7 @@ import contextlib
 import numbers
 import operator
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -18,9 +18,6 @@ from te_fast.ops.undo import Undo
 from te_fast.runtime.calls import call_through_forward, program_call_method
 from te_fast.runtime.compiling import is_in_graph
 from te_fast.runtime.global_state import FP8GlobalStateManager
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 #: All containers, of which those that are alike may share graphs.
 _containers: WeakSet[Sequential] = WeakSet()
@@ -59,6 +56,7 @@ class Sequential(torch.nn.Module):
 
     def __init__(self, *args: Any) -> None:
         super().__init__()
+        _containers.add(self)
         self._module_groups: list[Any] | None = None
         if len(args) == 1 and isinstance(args[0], dict):
             for name, module in args[0].items():
@@ -207,12 +205,6 @@ class Sequential(torch.nn.Module):
         self._module_groups = groups
         return groups
 
-    def __new__(cls, *_: Any, **__: Any) -> Self:
-        """Note the container among those that may share a graph."""
-        self = super().__new__(cls)
-        _containers.add(self)
-        return self
-
     def _prepare_groups(self) -> None:
         """Make the groups of each container that is like this one: one without would not fit the graph."""
         self._groups()
@@ -258,6 +250,11 @@ class Sequential(torch.nn.Module):
         """Leave the groups out; the copy makes its own."""
         left_out = {"_module_groups": None, "_direct_program": None, "_direct_call": None}
         return {**self.__dict__, **left_out}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take a copied or pickled state."""
+        super().__setstate__(state)
+        _containers.add(self)
 
     # Running --------------------------------------------------------------------------------------
 
