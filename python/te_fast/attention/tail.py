@@ -34,8 +34,6 @@ class Tail:
 
     def __init__(self, proj: Linear, mlp: LayerNormMLP, name: str) -> None:
         self._proj, self._mlp = proj, mlp
-        #: The owners of its scales.
-        self.layers = proj, mlp
         self._handles = (proj._handles, mlp._handles)
         self._epoch: int | None = None
         program = self.program = native.Program(name)
@@ -70,16 +68,14 @@ class Tail:
         proj, mlp = self._proj, self._mlp
         if (
             not is_unseen(hidden)
-            or type(proj) is not Linear
-            or not are_called_plainly(proj, mlp)
+            or not self.has_plain_layers()
             or mlp.checkpoint
             or proj._exchange
             or mlp._exchange
-            or proj.__dict__["_save_original_input"]
         ):
             return False
-        weight = proj._parameters.get("weight")
-        if weight is None or weight.dtype != hidden.dtype or weight.device != hidden.device:
+        weight: Any = proj._parameters["weight"]
+        if weight.dtype != hidden.dtype or weight.device != hidden.device:
             return False
         enabled, calibrating, *_ = native.autocast_region()
         return bool(enabled or not calibrating)
@@ -106,8 +102,8 @@ class Tail:
         out: torch.Tensor = native.program_apply(self.program, self, context, (residual,), first)
         return out
 
-    def may_be_in_graphs(self) -> bool:
-        """Tell whether the layers, as they are now, allow a graph to hold the program."""
+    def has_plain_layers(self) -> bool:
+        """Tell whether the layers' calls, as the layers are now, are forwards that the program can replace."""
         proj, mlp = self._proj, self._mlp
         return (
             type(proj) is Linear
@@ -163,10 +159,15 @@ class Tail:
         out: torch.Tensor = operators.apply(self.traced, self, context, (residual,), params, first)
         return out
 
+    @property
+    def scale_owners(self) -> tuple[Any, ...]:
+        """The layers that own the scales, for graphs."""
+        return self._proj, self._mlp
+
     def _delayed_states_of_linears(self, *, forward: bool) -> list[Any]:
         """Return the scales of both layers, in the order of the program's linear operations."""
         states: list[Any] = []
-        for layer in (self._proj, self._mlp):
+        for layer in self.scale_owners:
             states += layer._delayed_states_of_linears(forward=forward)
         return states
 

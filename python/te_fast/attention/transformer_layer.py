@@ -538,7 +538,7 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
         ):
             return False
         tail = self._find_tail()
-        return tail is not None and tail.may_be_in_graphs()
+        return tail is not None and tail.has_plain_layers()
 
     _has_tail_in_graphs._dynamo_marked_constant = True  # type: ignore[attr-defined]
 

@@ -442,7 +442,7 @@ class DecoderForward(OwnedForward):
         Runs once in a trace, on the real layer.
         """
         tail = None if is_exporting() else self._find_tail()
-        return tail is not None and tail.may_be_in_graphs()
+        return tail is not None and tail.has_plain_layers()
 
     _may_have_tail_in_graphs._dynamo_marked_constant = True  # type: ignore[attr-defined]
 

@@ -148,8 +148,8 @@ class Traced:
         The native program.
     owner : object
         The owner of the scales of its linear operations: ``_init_delayed_scaling()`` makes them, and
-        ``_delayed_states_of_linears(forward)`` returns them in the order of the operations. Its ``layers``, if it has
-        some, own them.
+        ``_delayed_states_of_linears(forward)`` returns them in the order of the operations. Its ``scale_owners``, if
+        it has some, own them.
     name : str
         Name in messages.
     """
@@ -351,7 +351,7 @@ class Traced:
 
 def _prepare_scales_of(owner: Any) -> None:
     """Make the scales of layers that are not called now. If a layer has a recipe, that of its last call stays noted."""
-    for layer in getattr(owner, "layers", (owner,)):
+    for layer in getattr(owner, "scale_owners", (owner,)):
         meta = getattr(layer, "fp8_meta", None)
         former = None if meta is None else meta.get("recipe")
         if meta is None or former is None:

@@ -212,12 +212,7 @@ class FusibleOperation(torch.nn.Module, metaclass=abc.ABCMeta):
         """
         self._fuser()
         for other in list(_operations):
-            state = other.__dict__
-            if (
-                type(other) is type(self)
-                and "_modules" in state
-                and not state.get("_capturing_fusers")
-            ):
+            if type(other) is type(self) and not other.__dict__.get("_capturing_fusers"):
                 with contextlib.suppress(TeFastError):  # its own call raises it
                     other._fuser()
 

@@ -56,13 +56,13 @@ class Sequential(torch.nn.Module):
 
     def __init__(self, *args: Any) -> None:
         super().__init__()
-        _containers.add(self)
         self._module_groups: list[Any] | None = None
         if len(args) == 1 and isinstance(args[0], dict):
             for name, module in args[0].items():
                 self.add_module(name, module)
         else:
             self.extend(args)
+        _containers.add(self)
 
     # The list -------------------------------------------------------------------------------------
 
@@ -210,8 +210,7 @@ class Sequential(torch.nn.Module):
         self._groups()
         kinds = [(name, type(module)) for name, module in self._modules.items()]
         for other in list(_containers):
-            modules = other.__dict__.get("_modules", {})
-            if [(name, type(module)) for name, module in modules.items()] == kinds:
+            if [(name, type(module)) for name, module in other._modules.items()] == kinds:
                 with contextlib.suppress(TeFastError):  # its own call raises it
                     other._groups()
 

@@ -23,7 +23,7 @@ const SCALE_BYTES: usize = 16;
 /// Largest tensor that current scaling reads and casts by one launch: what the cast reads again is still in L2. Of larger
 /// ones, two launches are faster.
 const AT_ONCE_BYTES: usize = 32 << 20;
-/// Only the amax pass uses the first counters.
+/// Current scaling alone uses the first counters.
 const AMAX_COUNTERS: usize = 256;
 
 /// The groups that an operand's rows belong to.
