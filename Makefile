@@ -23,8 +23,8 @@ WHEEL_PYTHONS := 3.10 3.11 3.12 3.13 3.14
 WHEEL_MACHINES := x86_64 aarch64
 THIS_WHEEL = wheel-$(PYTHON_VERSION)-$(shell uname -m)
 PYTEST_ARGS ?=
-# Plain pytest leaves the slow tests out.
-WITH_SLOW := -m "not gpu and not te and not patience"
+# Plain pytest leaves the slow tests out. On another torch than the current one each test runs, but not each combination.
+WITH_SLOW := -m "not gpu and not te and not patience$(if $(filter-out $(CURRENT_TORCH),$(TORCH)), and not combination)"
 DEMO_ARGS ?=
 
 # A Python other than python3 has environments of its own, too.
@@ -262,7 +262,7 @@ reproduce: ## build the wheel of HEAD twice, from nothing: both must have the sa
 sdist: $(BUILD)/venv/.ready | $(VENV)/.torch ## source distribution in dist/, and a wheel built from it alone, for TEST_ARCHS
 	rm -rf dist/te_fast-*.tar.gz $(BUILD)/of_sdist
 	$(MATURIN) sdist --out dist
-	TE_FAST_CUDA_ARCHS=$(TEST_ARCHS) $(PY) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir $(BUILD)/of_sdist dist/te_fast-*.tar.gz
+	TE_FAST_CUDA_ARCHS=$(TEST_ARCHS) TE_FAST_FATBINS="$(FATBINS)" $(PY) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir $(BUILD)/of_sdist dist/te_fast-*.tar.gz
 	$(PY) tools/check_wheel.py $(BUILD)/of_sdist/te_fast-*.whl --archs $(TEST_ARCHS) --of-this-machine
 
 .PHONY: clean
