@@ -20,6 +20,7 @@ from te_fast.pytorch.distributed import (
     is_fp8_activation_recompute_enabled,
     set_all_rng_states,
 )
+from te_fast.runtime import recompute
 
 RECIPES = {
     "delayed": lambda: DelayedScaling(amax_history_len=4),
@@ -645,3 +646,24 @@ def test_a_recomputed_layer_has_a_place_in_the_recompute_buffer(make):
     manager.copy_forward_fp8_meta_tensors_for_recompute(layers[1].fp8_meta)
     manager.get_old_fp8_meta_tensors_for_recompute(layers[1].fp8_meta)
     assert layers[1].fp8_meta[key] == 0
+
+
+def test_an_old_call_has_a_group(monkeypatch):
+    """Early Transformer Engine took the group by position; the first argument is shared among its ranks alone."""
+    groups = []
+
+    def share(x, group, new_buffer):
+        groups.append(group)
+        return x.reshape(-1).clone()
+
+    def whole(x, group):
+        groups.append(group)
+        return x
+
+    monkeypatch.setattr(recompute, "split_tensor_into_1d_equal_chunks", share)
+    monkeypatch.setattr(recompute, "gather_split_1d_tensor", whole)
+    group, x = torch.distributed.ProcessGroup(0, 1), torch.ones(2, requires_grad=True)
+    with pytest.warns(DeprecationWarning, match="by keyword"):
+        te.checkpoint(torch.sin, True, Tracker, group, x).sum().backward()
+    assert groups == [group, group]
+    assert torch.equal(x.grad, torch.cos(x))

@@ -7,10 +7,12 @@ from collections import OrderedDict
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import te_fast.pytorch as te
 from te_fast.errors import DtypeError, ShapeError, StateError
 from te_fast.pytorch.attention.inference import PagedKVCacheManager
+from te_fast.pytorch.graph import set_capture_end, set_capture_start
 
 HIDDEN, HEADS, GROUPS, D, LONGEST = 32, 4, 2, 8, 16
 
@@ -189,3 +191,71 @@ def test_pages_can_be_logged():
         "sequence a: 20 tokens, pages [0, 1]",
         "sequence b: 3 tokens, pages [2]",
     ]
+
+
+@pytest.mark.parametrize("fmt", ["bshd", "sbhd"])
+@pytest.mark.parametrize("paged", [False, True])
+def test_rows_of_the_batch_without_a_sequence(fmt, paged):
+    """A batch of one size serves steps of fewer sequences, as graphs need it."""
+    layer = make(fmt)
+    found = []
+    for rows in (2, 3):
+        params, own = caches(fmt, paged=paged), []
+        torch.manual_seed(0)
+        for tokens in (4, 1):
+            params.pre_step(OrderedDict({"a": tokens, "b": tokens}))
+            new = torch.randn(2, tokens, HIDDEN)
+            new = torch.cat((new, torch.full((rows - 2, tokens, HIDDEN), 3.0)))
+            new = new if fmt == "bshd" else new.transpose(0, 1)
+            with torch.no_grad():
+                y = layer(new, inference_params=params)
+            own.append((y if fmt == "bshd" else y.transpose(0, 1))[:2])
+        found.append(torch.cat(own, 1))
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_rows_that_do_not_fit(rows):
+    params = caches("bshd", paged=False)
+    params.pre_step(OrderedDict({"a": 2, "b": 2}))
+    with (
+        torch.no_grad(),
+        pytest.raises(ShapeError, match=f"the batch has {rows} rows; the inference_params have 2"),
+    ):
+        make("bshd")(torch.randn(rows, 2, HIDDEN), inference_params=params)
+
+
+@pytest.mark.parametrize("fmt", ["bshd", "thd"])
+@pytest.mark.parametrize("paged", [False, True])
+def test_operations_of_a_step_serve_later_steps(fmt, paged):
+    """A captured step has nothing of its own sequences: their number, their lengths and their order may change."""
+    torch.manual_seed(0)
+    layer = te.DotProductAttention(
+        HEADS, D, num_gqa_groups=GROUPS, qkv_format=fmt, attn_mask_type="padding_causal"
+    ).eval()
+    shape = (3, 2) if fmt == "bshd" else (6,)
+    steps = [OrderedDict.fromkeys(names, 2) for names in ("ab", "abc", "abc", "bcd", "bd")]
+    data = [[torch.randn(*shape, heads, D) for heads in (HEADS, GROUPS, GROUPS)] for _ in steps]
+
+    def run(params, call):
+        found = []
+        for step, new in zip(steps, data, strict=True):
+            params.pre_step(step)
+            y = call(*new)
+            found.append(y[: 2 * len(step)] if fmt == "thd" else y[: len(step)])
+        return found
+
+    with torch.no_grad():
+        plain, captured = caches(fmt, paged=paged), caches(fmt, paged=paged)
+        expected = run(plain, lambda *new: layer(*new, inference_params=plain))
+        captured.allocate_memory(1)
+        captured.pre_step(steps[0])
+        set_capture_start()
+        try:
+            graph = make_fx(lambda *new: layer(*new, inference_params=captured))(*data[0])
+        finally:
+            set_capture_end()
+        captured.reset()
+        found = run(captured, graph)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)

@@ -160,3 +160,12 @@ def test_bad_splits():
         apply_fused_qkv_rotary_pos_emb(
             torch.zeros(S, H, D), angles(), angles(), [4, 2, 2], tensor_format="thd"
         )
+
+
+def test_the_rotation_of_a_transposed_tensor_is_contiguous():
+    """As Transformer Engine's: what follows may view the result in another shape."""
+    t = torch.randn(2, 8, 4, 16).transpose(0, 1)
+    angles = te.RotaryPositionEmbedding(16)(8)
+    y = apply_rotary_pos_emb(t, angles, fused=True)
+    assert y.is_contiguous()
+    assert torch.equal(y, apply_rotary_pos_emb(t.contiguous(), angles, fused=True))

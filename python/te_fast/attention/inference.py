@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from te_fast.errors import DtypeError, ShapeError, StateError
+from te_fast.runtime import capturing
 from te_fast.runtime.device import default_device
 
 
@@ -231,7 +232,9 @@ class NonPagedKVCacheManager(_CachesInRows):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keep a layer's new keys and values, and return those of the batch: ``(batch, max_seqlen, heads, d)``."""
         caches = self.cache[layer_number]
-        if self.need_reindex:
+        if self.need_reindex or capturing.is_in_capture(
+            new_k
+        ):  # a graph is replayed in other steps
             for cache in caches:
                 cache.copy_(cache[self.batch_indices.long()])
         places = _Places(new_k, cu_new_seqlens, cu_cached_seqlens, qkv_format)
@@ -582,7 +585,11 @@ class InferenceParams:
 
     def convert_paged_to_nonpaged(self, layer_number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a layer's keys and values, gathered from pages: ``(batch, max_sequence_length, heads, d)``."""
-        table = self.cache_manager.page_table[: self.batch_size].long()
+        return self.pages_of_rows(layer_number, self.batch_size)
+
+    def pages_of_rows(self, layer_number: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a layer's keys and values, gathered from pages, of the first rows of the batch."""
+        table = self.cache_manager.page_table[:rows].long()
         keys, values = (
             cache[table].flatten(1, 2) for cache in self.cache_manager.cache[layer_number]
         )

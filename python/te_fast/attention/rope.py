@@ -238,7 +238,8 @@ class _Rotate(torch.autograd.Function):
         if not are_native(t, cos, sin):
             return _combined(t, (cos, sin), interleaved, heads, transposed)
         t = _rows(t)
-        out = torch.empty_like(t)
+        # As of Transformer Engine's kernel: callers may view the result.
+        out = torch.empty_like(t, memory_format=torch.contiguous_format)
         turns: list[Any] = [(t, out, cos, sin)]
         if heads < t.shape[-2]:
             turns = [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from te_fast.runtime import delayed
 
 
@@ -59,6 +61,11 @@ def is_graph_capturing() -> bool:
     False
     """
     return _Phase.is_capturing
+
+
+def is_in_capture(t: torch.Tensor) -> bool:
+    """Return whether work on a tensor becomes part of a graph, or warms up for one."""
+    return _Phase.is_capturing or (t.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def update_scales_behind_backward() -> None:

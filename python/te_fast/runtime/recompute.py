@@ -416,7 +416,7 @@ def checkpoint(
             "keyword; their positions are deprecated"
         )
         warnings.warn(message, DeprecationWarning, stacklevel=2)
-        (distribute_saved_activations, get_rng_state_tracker, _), args = args[:3], args[3:]
+        (distribute_saved_activations, get_rng_state_tracker, tp_group), args = args[:3], args[3:]
     if distribute_saved_activations and not use_reentrant:
         message = "checkpoint: distribute_saved_activations has no effect with use_reentrant=False"
         warnings.warn(message, UserWarning, stacklevel=2)
