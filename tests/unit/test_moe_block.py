@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 
-import te_fast
 import te_fast.pytorch as te
 from graphs import needs_compile
 from grouped_layers import with_biases
@@ -197,12 +196,11 @@ def test_weight_gradients_later_beside_a_frozen_product(frozen):
     for each in (block, later):
         each.experts[frozen].requires_grad_(False)
         each(x).backward(grad)
-    later.backward_dw()
-    for mine, theirs in zip(later.parameters(), block.parameters(), strict=True):
-        assert (mine.grad is None) == (not mine.requires_grad)
-        assert mine.grad is None or torch.equal(mine.grad, theirs.grad)
-    with pytest.raises(te_fast.StateError, match="without a backward"):
+    for _ in range(2):  # the second call finds nothing
         later.backward_dw()
+        for mine, theirs in zip(later.parameters(), block.parameters(), strict=True):
+            assert (mine.grad is None) == (not mine.requires_grad)
+            assert mine.grad is None or torch.equal(mine.grad, theirs.grad)
 
 
 @pytest.mark.parametrize("fuse", [False, True])

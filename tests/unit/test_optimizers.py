@@ -506,6 +506,21 @@ def test_copies_of_lists(source, target, by_tensor, scale):
         assert torch.equal(got, (tensor.float() * factor).to(target))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("by_tensor", [False, True])
+def test_factors_are_not_rounded_to_the_tensors_type(dtype, in_place, by_tensor):
+    function = multi_tensor_scale_tensor if by_tensor else multi_tensor_scale
+    sources = [torch.linspace(2.0**-14, 2.0**-10, 64).to(dtype), torch.tensor(3.0, dtype=dtype)]
+    for factor in (0.3, 1e5):
+        given = [source.clone() for source in sources]
+        targets = given if in_place else [torch.empty_like(source) for source in sources]
+        number = torch.tensor([factor])
+        function(1, flag(), [given, targets], number if by_tensor else factor)
+        for source, target in zip(sources, targets, strict=True):
+            assert torch.equal(target, (source.float() * number).to(dtype).reshape(source.shape))
+
+
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("function", [multi_tensor_scale, multi_tensor_scale_tensor])
 def test_copies_in_place_note_what_is_not_finite(function, value):

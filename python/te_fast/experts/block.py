@@ -377,8 +377,7 @@ class MoE(torch.nn.Module):
     def backward_dw(self) -> None:
         """Compute the experts' weight gradients that `delay_wgrad_compute` has left, the last product's first."""
         products: Any = self.experts[2], self.experts[0]
-        waiting = [op for op in products if op._has_deferred()]  # a frozen product leaves none
-        for op in waiting or products:
+        for op in products:
             op.backward_dw()
 
     def extra_repr(self) -> str:

@@ -336,16 +336,11 @@ class GroupedLinear(PartedLayer):
         )
 
     def backward_dw(self) -> None:
-        """Compute the weights' gradients of the oldest backward that left them.
-
-        Raises
-        ------
-        StateError
-            If no backward left any.
-        """
+        """Compute the weights' gradients of the oldest backward that left them; frozen weights leave none."""
         loop: ExpertLoop | None = self.__dict__.get("_loop")
-        if not self.delay_wgrad_compute or loop is None or not loop.has_deferred():
-            super().backward_dw()
+        if loop is None or not loop.has_deferred():
+            if any(handle.deferred_count() for handle in self._handles.values()):
+                super().backward_dw()
             return
         loop.compute_deferred()
         if not is_graph_capturing():

@@ -190,20 +190,23 @@ def _note_infinite(noop_flag: torch.Tensor, tensors: list[torch.Tensor]) -> None
 
 def _copy_times(tensor_lists: Lists, scale: float | torch.Tensor) -> None:
     """Write the elements of one list times a factor to the other; products are FP32, rounded once."""
-    from_narrow: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-    in_place: list[torch.Tensor] = []
+    wide: list[torch.Tensor] = []
+    narrow: list[tuple[torch.Tensor, torch.Tensor]] = []
     for source, target in zip(*tensor_lists, strict=True):
-        if target.dtype is torch.float32 or target is source:
-            if target is not source:
-                target.copy_(source)
-            in_place.append(target)
-        else:
-            from_narrow[0].append(source.float())
-            from_narrow[1].append(target)
-    if in_place:
-        torch._foreach_mul_(in_place, scale)
-    if from_narrow[0]:
-        torch._foreach_copy_(from_narrow[1], torch._foreach_mul(from_narrow[0], scale))
+        if target.dtype is not torch.float32:
+            narrow.append((source, target))
+            continue
+        if target is not source:
+            target.copy_(source)
+        wide.append(target)
+    if wide:
+        torch._foreach_mul_(wide, scale)
+    # Of one dimension: a number, or a tensor of no dimensions, would be rounded to the type of the elements.
+    factor = scale.reshape(1) if isinstance(scale, torch.Tensor) else None
+    for source, target in narrow:
+        if factor is None or factor.device != source.device:
+            factor = torch.full((1,), float(scale), dtype=torch.float32, device=source.device)
+        torch.mul(torch.atleast_1d(source), factor, out=torch.atleast_1d(target))
 
 
 def _check_pair(name: str, tensor_lists: Lists) -> None:

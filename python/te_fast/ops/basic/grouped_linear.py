@@ -302,23 +302,12 @@ class GroupedLinear(ExtraTensorOperation, WeightedOperation):
         return in_loop or bool(self._handle.deferred_count())
 
     def backward_dw(self) -> None:
-        """Compute the weights' gradients of the oldest backward that left them.
-
-        Raises
-        ------
-        StateError
-            If no backward left any.
-        """
-        if not self.delay_wgrad_compute:
+        """Compute the weights' gradients of the oldest backward that left them; frozen weights leave none."""
+        if not self.delay_wgrad_compute or not self._has_deferred():
             return
         loop: ExpertLoop | None = self.__dict__.get("_loop")
         if loop is not None and loop.has_deferred():
             loop.compute_deferred()
-        elif not self._has_deferred():
-            message = (
-                f"{type(self).__name__}: backward_dw() was called without a backward before it"
-            )
-            raise StateError(message)
         else:
             parts = [getattr(self, name) for name in self._weight_names]
             compute_deferred(self._handle, parts, fuse=self._accumulate_into_main_grad)
@@ -417,13 +406,17 @@ class GroupedLinear(ExtraTensorOperation, WeightedOperation):
         return y
 
     def _biases_of_rows(self, y: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Return the bias of each row's expert; rows of no expert get the last expert's bias."""
+        """Return the bias of each row's expert, and zeros for rows of no expert.
+
+        The rows are FP32 until they are gathered, so that backward sums the gradients of an expert's rows in FP32, and
+        those of rows of no expert into the row of zeros.
+        """
         ends = counts.to(y.device).clamp(min=0).cumsum(0)
         numbers = torch.arange(y.shape[0], device=y.device)
-        expert = torch.searchsorted(ends, numbers, right=True).clamp(max=self.num_groups - 1)
+        expert = torch.searchsorted(ends, numbers, right=True)
         biases = [getattr(self, name) for name in self._bias_names]
         stack = biases[0] if self.single_grouped_bias else torch.stack(biases)
-        return stack.to(y.dtype)[expert]
+        return torch.nn.functional.pad(stack.to(y.dtype).float(), (0, 0, 0, 1))[expert].to(y.dtype)
 
     def _experts(self) -> Experts:
         """Return the arguments of a loop over the experts."""
