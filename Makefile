@@ -17,11 +17,15 @@ PYTHON_VERSION := $(call VERSION_OF,$(PYTHON))
 # No release after 2.14.1 has a wheel for Python 3.10.
 CURRENT_TORCH := $(if $(filter 3.10,$(PYTHON_VERSION)),2.14.1,2.15.0)
 TORCH ?= $(CURRENT_TORCH)
-# GPU architectures of the build that is tested; `make wheel` builds for the release list of rust/kernels/build.rs.
+# GPU architectures of the build that is tested, or `release`: then the release wheel is tested, which `make wheel` makes for
+# the list of rust/kernels/build.rs.
 TEST_ARCHS ?= 90
+SOME_ARCHS := $(filter-out release,$(TEST_ARCHS))
+FOR_ARCHS := $(SOME_ARCHS:%=TE_FAST_CUDA_ARCHS=%)
 WHEEL_PYTHONS := 3.10 3.11 3.12 3.13 3.14
 WHEEL_MACHINES := x86_64 aarch64
-THIS_WHEEL = wheel-$(PYTHON_VERSION)-$(shell uname -m)
+MACHINE := $(shell uname -m)
+THIS_WHEEL = wheel-$(PYTHON_VERSION)-$(MACHINE)
 PYTEST_ARGS ?=
 # Plain pytest leaves the slow tests out. On another torch than the current one each test runs, but not each combination.
 WITH_SLOW := -m "not gpu and not te and not patience$(if $(filter-out $(CURRENT_TORCH),$(TORCH)), and not combination)"
@@ -90,13 +94,19 @@ $(TOOLS)/.ready: pyproject.toml
 
 # The wheel of this tree for TEST_ARCHS. This target always runs, since cargo decides which parts are stale.
 .PHONY: build
+ifeq ($(TEST_ARCHS),release)
+BUILT = dist/te_fast-*-cp$(subst .,,$(PYTHON_VERSION))-*_$(MACHINE).whl
+build: $(THIS_WHEEL)
+else
+BUILT = $(BUILD)/wheel/te_fast-*.whl
 build: $(BUILD)/venv/.ready
 	rm -rf $(BUILD)/wheel
-	TE_FAST_CUDA_ARCHS=$(TEST_ARCHS) TE_FAST_NVCC="$(NVCC)" TE_FAST_FATBINS="$(FATBINS)" $(MATURIN) build --release --quiet --interpreter $(PYTHON) --out $(BUILD)/wheel
+	$(FOR_ARCHS) TE_FAST_NVCC="$(NVCC)" TE_FAST_FATBINS="$(FATBINS)" $(MATURIN) build --release --quiet --interpreter $(PYTHON) --out $(BUILD)/wheel
+endif
 
 .PHONY: install
 install: build | $(VENV)/.torch
-	$(PY) $(PIP) --no-deps --force-reinstall $(BUILD)/wheel/te_fast-*.whl
+	$(PY) $(PIP) --no-deps --force-reinstall $(BUILT)
 
 ##@ Try it
 .PHONY: demo
@@ -109,7 +119,7 @@ demo: ## train on handwritten digits in FP8 beside FP32 (DEMO_ARGS='--recipe blo
 ##@ Work on it
 .PHONY: dev
 dev: $(BUILD)/venv/.ready $(VENV)/.group-test $(MEGATRON) $(VENV)/.group-lint $(VENV)/.group-bench $(VENV)/.group-docs ## .venv with every tool, and te_fast installed from python/ as it stands
-	VIRTUAL_ENV="$(CURDIR)/$(VENV)" TE_FAST_CUDA_ARCHS=$(TEST_ARCHS) TE_FAST_NVCC="$(NVCC)" TE_FAST_FATBINS="$(FATBINS)" $(MATURIN) develop --release --quiet --target-dir target/dev
+	VIRTUAL_ENV="$(CURDIR)/$(VENV)" $(FOR_ARCHS) TE_FAST_NVCC="$(NVCC)" TE_FAST_FATBINS="$(FATBINS)" $(MATURIN) develop --release --quiet --target-dir target/dev
 
 .PHONY: format
 format: $(TOOLS)/.ready ## format Rust, CUDA and Python
@@ -200,7 +210,7 @@ $(BUILD)/arm/.wheels: wheel-3.11-aarch64 wheel-3.11-x86_64 | $(VENV)/.torch
 ##@ Measure it
 .PHONY: bench
 bench: install $(VENV)/.group-bench ## criterion and host-time benches; JSON in benches/results/
-	PYO3_PYTHON="$(CURDIR)/$(BUILD_PY)" TE_FAST_CUDA_ARCHS=$(TEST_ARCHS) cargo bench --package te_fast_core
+	PYO3_PYTHON="$(CURDIR)/$(BUILD_PY)" $(FOR_ARCHS) cargo bench --package te_fast_core
 	$(PY) benches/linear_host.py
 	$(PY) benches/linear_cpu_overhead.py
 
@@ -264,8 +274,9 @@ reproduce: ## build the wheel of HEAD twice, from nothing: both must have the sa
 sdist: $(BUILD)/venv/.ready | $(VENV)/.torch ## source distribution in dist/, and a wheel built from it alone, for TEST_ARCHS
 	rm -rf dist/te_fast-*.tar.gz $(BUILD)/of_sdist
 	$(MATURIN) sdist --out dist
-	TE_FAST_CUDA_ARCHS=$(TEST_ARCHS) TE_FAST_FATBINS="$(FATBINS)" $(PY) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir $(BUILD)/of_sdist dist/te_fast-*.tar.gz
-	$(PY) tools/check_wheel.py $(BUILD)/of_sdist/te_fast-*.whl --archs $(TEST_ARCHS) --of-this-machine
+	@# This wheel shows that nothing is missing in the distribution; nobody uses it, so that it is not optimised.
+	CARGO_PROFILE_RELEASE_OPT_LEVEL=0 CARGO_PROFILE_RELEASE_LTO=off $(FOR_ARCHS) TE_FAST_FATBINS="$(FATBINS)" $(PY) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir $(BUILD)/of_sdist dist/te_fast-*.tar.gz
+	$(PY) tools/check_wheel.py $(BUILD)/of_sdist/te_fast-*.whl $(SOME_ARCHS:%=--archs %) --of-this-machine
 
 .PHONY: clean
 clean: ## remove everything that make created, environments included

@@ -91,7 +91,7 @@ __device__ inline float wait_for_scale(const ManyEntry& entry, const ScaleRule& 
 template <bool kVectors, Floating Stored, Floating In, Fp8 Out, Read kRead>
 __device__ inline void cast_tile_of(const ManyEntry& entry, const ScaleRule& rule, const CastBlockParams& b,
                                     uint32_t number, CurrentWorkspace& workspace, BlockShared<In>& shared) {
-    const uint32_t tiles = max(b.tiles_rows, 1u) * max(b.tiles_cols, 1u);
+    const uint32_t tiles = max(b.tiles_rows * b.tiles_cols, 1u);
     const TilePlace place = place_of(b, tiles - 1 - number);  // what was read last is in L2 for certain
     const PatchPlace<false> patch(place, {b.cols, 0});
     Raw8<In> raw[kPatch];

@@ -1,5 +1,5 @@
-// The cast of one tile under one scale that is known, for groups of rows (cast_groups.cu) and many tensors
-// (cast_many.cu), each of which reads the tile differently.
+// The cast of one tile under one scale that is known, for groups of rows (cast_groups.cu), many tensors (cast_many.cu)
+// and tensors whose scale the same launch finds (cast_current.cu), each of which reads the tile differently.
 #pragma once
 
 #include "quantize/block.cuh"

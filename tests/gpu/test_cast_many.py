@@ -1,6 +1,7 @@
 """Many tensors in one launch on the GPU: the bytes of independent torch code, and no writes beside the tensors."""
 
 import contextlib
+import copy
 
 import pytest
 import torch
@@ -144,6 +145,26 @@ def test_training_has_the_bits_of_weights_one_by_one(kind):
         (y, grads), (other, others) = results
         assert torch.equal(y, other)
         assert all(map(torch.equal, grads, others))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("kind", [DelayedScaling, Float8CurrentScaling, Float8BlockScaling])
+def test_a_weight_without_rows_among_others(kind):
+    """Its blocks leave the counters as the next launch wants them: a wrong one would wait for ever."""
+    sizes, recipe = (128, 0, 256), kind()
+    layers = torch.nn.ModuleList(
+        te.Linear(512, size, params_dtype=torch.bfloat16) for size in sizes
+    )
+    optimizer = torch.optim.SGD(layers.parameters(), lr=1e-2)
+    for _ in range(4):
+        x = torch.randn(64, 512, dtype=torch.bfloat16, device="cuda")
+        results = []
+        for each in (layers, copy.deepcopy(layers)):  # weights of the copy are cast one by one
+            with te.autocast(recipe=recipe):
+                results.append([layer(x) for layer in each])
+        assert all(map(torch.equal, *results))
+        torch.cat(results[0], 1).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 

@@ -30,7 +30,7 @@ from te_fast.graphs.region import entered, key_of_region
 from te_fast.layers.base import TransformerEngineBaseModule
 from te_fast.layers.parameters import check_sizes, refuse
 from te_fast.parallel.ranks import divided
-from te_fast.runtime import capturing, native
+from te_fast.runtime import native
 from te_fast.runtime.compiling import is_in_graph
 from te_fast.runtime.device import check_device
 from te_fast.runtime.recompute import checkpoint
@@ -760,7 +760,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         if rule.kind == "padding_causal":  # new queries are the last tokens of their sequences
             rule = Rule("padding_causal_bottom_right", rule.left, rule.right, bottom_right=True)
         q, k, v = heads
-        batch, longest = self._cached(q, fmt, params)
+        batch, longest = params.extent_of(q, fmt, self.name)
         if self.layer_number not in params.cache_manager.cache:
             params.allocate_memory(self.layer_number)
         keys, values, ends_q, ends_kv, _, _ = params.step(self.layer_number, k, v, fmt)
@@ -782,25 +782,6 @@ class DotProductAttention(TransformerEngineBaseModule):
         else:
             merged = y.permute((2, 0, 1, 3) if fmt == "sbhd" else (0, 2, 1, 3)).flatten(2)
         return (merged, core.max_logits(dense_q, keys, how)) if self.return_max_logit else merged
-
-    def _cached(self, q: torch.Tensor, fmt: str, params: InferenceParams) -> tuple[int, int]:
-        """Return how many rows of the cache a step attends to, and how many tokens of each."""
-        if capturing.is_in_capture(
-            q
-        ):  # a graph is replayed when there are more sequences and they have grown
-            batch, longest = params.max_batch_size, params.max_sequence_length
-        else:
-            batch, longest = params.batch_size, max(params.sequences.values(), default=0)
-        if fmt == "thd":
-            return batch, longest
-        rows = q.shape[fmt.index("b")]  # may be more than the sequences of the step
-        if not params.batch_size <= rows <= params.max_batch_size:
-            message = (
-                f"{self.name}: the batch has {rows} rows; the inference_params have {params.batch_size} sequences in "
-                f"this step and room for {params.max_batch_size}; pass a row for each sequence"
-            )
-            raise ShapeError(message)
-        return rows, longest
 
     def extra_repr(self) -> str:
         """Heads, channels and mask."""

@@ -583,6 +583,25 @@ class InferenceParams:
         """Return the tokens of each sequence before the step: ``(max_batch_size,)``, int32."""
         return self.pre_step_seqlens
 
+    def extent_of(self, q: torch.Tensor, qkv_format: str, layer: str) -> tuple[int, int]:
+        """Return how many rows of the cache queries attend to, and how many tokens of each."""
+        if capturing.is_in_capture(
+            q
+        ):  # a graph is replayed when there are more sequences and they have grown
+            batch, longest = self.max_batch_size, self.max_sequence_length
+        else:
+            batch, longest = self.batch_size, max(self.sequences.values(), default=0)
+        if qkv_format == "thd":
+            return batch, longest
+        rows = q.shape[qkv_format.index("b")]  # may be more than the sequences of the step
+        if not self.batch_size <= rows <= self.max_batch_size:
+            message = (
+                f"{layer}: the batch has {rows} rows; the inference_params have {self.batch_size} sequences in this "
+                f"step and room for {self.max_batch_size}; pass a row for each sequence"
+            )
+            raise ShapeError(message)
+        return rows, longest
+
     def convert_paged_to_nonpaged(self, layer_number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a layer's keys and values, gathered from pages: ``(batch, max_sequence_length, heads, d)``."""
         return self.pages_of_rows(layer_number, self.batch_size)

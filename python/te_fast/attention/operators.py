@@ -83,4 +83,16 @@ def _backward(ctx: Any, *grads: torch.Tensor) -> Any:
     return _join(*grads, *ctx.saved_tensors, *ctx.how), *[None] * 6
 
 
+def _setup_join(ctx: Any, inputs: Any, output: Any) -> None:
+    del output
+    _, _, _, *waves, heads, interleaved = inputs
+    ctx.save_for_backward(*waves)
+    ctx.how = heads, interleaved
+
+
+def _backward_of_join(ctx: Any, grad: torch.Tensor) -> Any:
+    return *split_rotated(grad, *ctx.saved_tensors, *ctx.how), *[None] * 6
+
+
 register_gradient(split_rotated, _setup, _backward)
+register_gradient(_join, _setup_join, _backward_of_join)

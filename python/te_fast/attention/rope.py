@@ -12,7 +12,7 @@ from torch.compiler import is_compiling
 from te_fast.attention import operators
 from te_fast.errors import DtypeError, ShapeError, UnsupportedError
 from te_fast.runtime import native
-from te_fast.runtime.compiling import is_unseen
+from te_fast.runtime.compiling import is_exporting, is_unseen
 from te_fast.runtime.device import default_device
 
 _OP = "apply_rotary_pos_emb"
@@ -211,8 +211,8 @@ def are_native(*tensors: torch.Tensor) -> bool:
 
 
 def _is_an_operator(*tensors: torch.Tensor) -> bool:
-    """Tell whether a trace is to hold the kernel itself."""
-    return is_compiling() and all([t.dtype in _NATIVE for t in tensors])
+    """Tell whether a trace is to hold the kernel itself. An export is not: it runs where no attention is imported."""
+    return is_compiling() and not is_exporting() and all([t.dtype in _NATIVE for t in tensors])
 
 
 def _rows(t: torch.Tensor) -> torch.Tensor:

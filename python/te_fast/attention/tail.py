@@ -112,6 +112,10 @@ class Tail:
             and proj._parameters.get("weight") is not None
         )
 
+    def joins(self, proj: torch.nn.Module, mlp: torch.nn.Module) -> bool:
+        """Tell whether the program is that of these layers; a trace that asks is not used for others."""
+        return proj is self._proj and mlp is self._mlp
+
     def parameters_in_graph(
         self, layers: tuple[Any, Any], hidden: torch.Tensor
     ) -> tuple[tuple[torch.Tensor, ...], ...] | None:

@@ -21,6 +21,7 @@ from te_fast.attention.simple import (
 from te_fast.attention.tail import Tail
 from te_fast.errors import ShapeError
 from te_fast.layers.layernorm_mlp import LayerNormMLP
+from te_fast.layers.linear import Linear
 from te_fast.layers.norm import LayerNorm, RMSNorm
 from te_fast.layers.parameters import refuse
 from te_fast.parallel.ranks import divided
@@ -492,7 +493,8 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
         tail = self._tail_for(hidden)
         if tail is not None:
             return self._run_with_tail(tail, hidden, step, given, notes=notes)
-        if is_compiling() and self._has_tail_in_graphs():
+        # A trace reads these attributes itself, so that the graph serves only layers that have them, too.
+        if is_compiling() and self._sums_alone() and self._has_tail_in_graphs():
             y = self._run_in_graph(hidden, step, given)
             if y is not None:
                 return y
@@ -519,7 +521,7 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
 
     def _tail_for(self, hidden: torch.Tensor) -> Tail | None:
         """Return the program of the part behind attention; None if something else must run in between."""
-        if is_compiling() or (self.training and self.hidden_dropout > 0.0):
+        if is_compiling() or not self._sums_alone():
             return None
         tail = self._find_tail()
         if tail is None or not are_called_plainly(self._modules["self_attention"]):
@@ -531,11 +533,7 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
 
         Runs once in a trace, on the real layer.
         """
-        if (
-            is_exporting()
-            or (self.training and self.hidden_dropout > 0.0)
-            or not are_called_plainly(self._modules["self_attention"])
-        ):
+        if is_exporting() or not are_called_plainly(self._modules["self_attention"]):
             return False
         tail = self._find_tail()
         return tail is not None and tail.has_plain_layers()
@@ -548,15 +546,18 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
         Every layer has it from the beginning: one without would not fit the graph of another.
         """
         modules = self._modules
-        attention: Any = modules["self_attention"]
-        mlp: Any = modules["layernorm_mlp"]
+        attention: Any = modules.get("self_attention")
+        mlp: Any = modules.get("layernorm_mlp")
         if (
             type(attention) is not MultiheadAttention
             or type(mlp) is not LayerNormMLP
             or not self._is_plain()
         ):
             return None
-        proj: Any = attention._modules["proj"]
+        # A copy that began at a part refers to parts that have no attributes yet.
+        proj: Any = attention.__dict__.get("_modules", {}).get("proj")
+        if type(proj) is not Linear or not all("_handles" in part.__dict__ for part in (proj, mlp)):
+            return None
         tail: Tail | None = self.__dict__.get("_tail")
         if tail is None or not tail.is_of(proj, mlp):
             tail = self.__dict__["_tail"] = Tail(proj, mlp, self._shown)
@@ -568,6 +569,8 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
         """Return the layer's result in a trace, the part behind attention as one operator."""
         attention, is_first = self.self_attention, step["is_first_microbatch"]
         tail: Any = self._tail
+        if not tail.joins(attention.proj, self.layernorm_mlp):
+            return None
         params = tail.parameters_in_graph((attention.proj, self.layernorm_mlp), hidden)
         if params is None:
             return None
@@ -622,6 +625,10 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
             or self.layer_type == "decoder"
             or (self.drop_path is not None and self.training)
         )
+
+    def _sums_alone(self) -> bool:
+        """Tell whether there is nothing but sums behind attention and the feed-forward block."""
+        return self._is_plain() and not (self.training and self.hidden_dropout > 0.0)
 
     def _with_residual(
         self, outs: Any, residual: torch.Tensor, drop_path: torch.nn.Module | None

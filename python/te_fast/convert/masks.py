@@ -23,17 +23,10 @@ from te_fast.convert.forwards import DecoderForward, OwnedForward
 from te_fast.runtime.compiling import is_exporting
 
 
-def _is_in_export() -> bool:
-    return is_exporting()
-
-
-_is_in_export._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
 def _has_fixed_lengths() -> bool:
     """Tell whether this code runs once for calls of the same lengths."""
     if is_compiling():
-        return not _is_in_export()
+        return not is_exporting()
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 

@@ -352,6 +352,8 @@ class Traced:
 def _prepare_scales_of(owner: Any) -> None:
     """Make the scales of layers that are not called now. If a layer has a recipe, that of its last call stays noted."""
     for layer in getattr(owner, "scale_owners", (owner,)):
+        if None not in layer._delayed_states_of_linears(forward=True):
+            continue
         meta = getattr(layer, "fp8_meta", None)
         former = None if meta is None else meta.get("recipe")
         if meta is None or former is None:

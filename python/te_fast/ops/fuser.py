@@ -495,6 +495,7 @@ class OperationFuser:
             (self._modes, self._labels) == (other._modes, other._labels)
             and mine == theirs
             and not other._channels_stale
+            and (other._ready or not any(map(_waits_for_call, other._basic_ops)))
         )
 
     def _prepare_traced(self, *arguments: Any) -> None:
@@ -516,6 +517,14 @@ class OperationFuser:
 
 
 FusibleOperation._make_fuser = OperationFuser
+
+
+def _waits_for_call(op: BasicOperation) -> bool:
+    """Tell whether the first forward of an operation is to do more: make parameters, or what users' classes do."""
+    own = type(op).pre_first_fuser_forward
+    return not own.__module__.startswith("te_fast.") or any(
+        parameter is not None and parameter.is_meta for parameter in op._parameters.values()
+    )
 
 
 def _is_custom() -> bool:

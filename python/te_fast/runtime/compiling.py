@@ -56,8 +56,11 @@ def is_unseen(*tensors: torch.Tensor) -> bool:
 
 
 def is_exporting() -> bool:
-    """Tell whether ``torch.export`` traces; not for traced code, in which torch always returns True."""
+    """Tell whether ``torch.export`` traces. A trace calls this function; torch's own is always true in traced code."""
     return CAN_COMPILE and torch.compiler.is_exporting()
+
+
+is_exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def static(tensor: torch.Tensor) -> torch.Tensor:

@@ -83,7 +83,7 @@ impl CastCurrentPlan {
         let most = CHUNKS_PER_MULTIPROCESSOR * multiprocessors.max(1) as usize;
         let chunk = SPAN * count.div_ceil(SPAN * most).clamp(1, MOST_SPANS);
         let chunks = count.div_ceil(chunk).max(1);
-        let blocks = chunks + tiles_rows.max(1) as usize * tiles_cols.max(1) as usize;
+        let blocks = chunks + (tiles_rows as usize * tiles_cols as usize).max(1);
         let Ok(blocks) = i32::try_from(blocks) else {
             return Err(Error::shape(OP, "the number of blocks", "below 2**31", blocks));
         };
@@ -132,5 +132,22 @@ impl CastCurrentPlan {
             },
         };
         launch(target, self.kernel, self.grid, &params)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use te_fast_kernels::Fp8;
+
+    use super::*;
+
+    #[test]
+    fn a_tensor_without_elements_has_one_chunk_and_one_tile() -> Result<()> {
+        let rule = ScaleRule { output: Fp8::E4m3, eps: 0.0, pow2: false };
+        for (rows, cols) in [(0, 513), (513, 0), (0, 0)] {
+            let plan = CastCurrentPlan::new(rows, cols, Float::Bf16, rule, 132)?;
+            assert_eq!(plan.grid.blocks, [2, 1, 1], "{rows} x {cols}");
+        }
+        Ok(())
     }
 }

@@ -360,7 +360,7 @@ mod tests {
     #[test]
     fn tiles_come_behind_the_chunks_of_all_tensors_that_fit_together() -> Result<()> {
         // Two of 6 MiB share a round; one of 24 MiB has a round of its own.
-        let mut params = params_of(&[(1536, 2048), (1536, 2048), (6144, 2048), (0, 3)]);
+        let mut params = params_of(&[(1536, 2048), (1536, 2048), (6144, 2048), (0, 512)]);
         let chunks = [96, 96, 384, 1];
         let tiles = [192, 192, 768, 1];
         assert_eq!(number(&mut params, 2)?, chunks.iter().chain(&tiles).sum::<u32>());
