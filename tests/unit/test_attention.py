@@ -625,3 +625,15 @@ def test_windows_that_are_nearly_right_warn():
     case = Case([4], [4])
     out = layer(*case.given("sbhd"))
     case.compare(case.padded(out, "sbhd"), case.wanted("causal"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("window_size", (1, 0)), ("attn_mask_type", "no_mask")]
+)
+def test_attributes_of_the_mask_may_change(name, value):
+    tensors = [torch.randn(6, 2, 4, 16) for _ in range(3)]
+    changed = te.DotProductAttention(4, 16, attention_dropout=0.0)
+    changed(*tensors)
+    setattr(changed, name, value)
+    made = te.DotProductAttention(4, 16, attention_dropout=0.0, **{name: value})
+    assert torch.equal(changed(*tensors), made(*tensors))

@@ -84,6 +84,22 @@ def test_parts_may_be_replaced(recipe, part):
         assert torch.equal(run(compiled, region), run(other, region))
 
 
+@compiles
+@pytest.mark.parametrize("recipe", [Float8CurrentScaling, DelayedScaling])
+@pytest.mark.parametrize(
+    ("name", "value"), [("eps", 0.5), ("activation", "relu"), ("zero_centered_gamma", True)]
+)
+def test_parts_may_change(recipe, name, value):
+    each, region = layer(), recipe()
+    other = copy.deepcopy(each)
+    compiled = torch.compile(each, backend="eager")
+    run(compiled, region), run(other, region)
+    for owner in (each, other):
+        setattr(owner.layernorm_mlp, name, value)
+    for _ in range(2):
+        assert torch.equal(run(compiled, region), run(other, region))
+
+
 class Wrapped(torch.nn.Module):
     """As adapters wrap a layer."""
 

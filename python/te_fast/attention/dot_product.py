@@ -347,14 +347,14 @@ class DotProductAttention(TransformerEngineBaseModule):
 
     def _rule(self, mask_type: str | None, window: Any, bottom_right: bool | None) -> Rule:
         """Return the arguments of a call; the constructor's arguments replace those that are None."""
+        mask_type = self.attn_mask_type if mask_type is None else mask_type
+        window = self.window_size if window is None else window
+        bottom_right = self.bottom_right_diagonal if bottom_right is None else bottom_right
         window = tuple(window) if isinstance(window, list) else window
         asked = (mask_type, window, bottom_right)
         # A trace would guard that the dictionary lacks the rule, and so compile a second time.
         rule = None if is_in_graph() else self._rules.get(asked)
         if rule is None:
-            mask_type = self.attn_mask_type if mask_type is None else mask_type
-            window = self.window_size if window is None else window
-            bottom_right = self.bottom_right_diagonal if bottom_right is None else bottom_right
             rule = rule_of(mask_type, window, bottom_right, self._named())
             if not is_in_graph():
                 self._rules[asked] = rule

@@ -103,7 +103,9 @@ NOTED_OF_CORE = (
         "_kernels",
         "softcap",
         "training",
-        "_rules",
+        "attn_mask_type",
+        "window_size",
+        "bottom_right_diagonal",
     ),
     *("attention_dropout", "get_rng_state_tracker", "softmax_scale"),
 )

@@ -47,8 +47,9 @@ class Tail:
         if mlp.use_bias and not mlp.apply_bias:
             program.bias("fc2_bias", mlp._parameters, "fc2_bias", mlp.hidden_size)
         program.add_residual("sum", begin)
-        #: The program in graphs.
+        #: The program in graphs, and those of the layers, which have others after a change.
         self.traced = Traced(program, self, name)
+        self._of_layers = proj._traced, mlp._traced
 
     def is_of(self, proj: Linear, mlp: LayerNormMLP) -> bool:
         """Tell whether the program still belongs to these layers, whose native halves may have been replaced."""
@@ -112,9 +113,15 @@ class Tail:
             and proj._parameters.get("weight") is not None
         )
 
-    def joins(self, proj: torch.nn.Module, mlp: torch.nn.Module) -> bool:
-        """Tell whether the program is that of these layers; a trace that asks is not used for others."""
-        return proj is self._proj and mlp is self._mlp
+    def joins(self, proj: Any, mlp: Any) -> bool:
+        """Tell whether the program is that of these layers as they are; a trace that asks is not used for others."""
+        of_proj, of_mlp = self._of_layers
+        return (
+            proj is self._proj
+            and mlp is self._mlp
+            and proj._traced is of_proj
+            and mlp._traced is of_mlp
+        )
 
     def parameters_in_graph(
         self, layers: tuple[Any, Any], hidden: torch.Tensor
@@ -174,6 +181,10 @@ class Tail:
         for layer in self.scale_owners:
             states += layer._delayed_states_of_linears(forward=forward)
         return states
+
+    def _handles_of_linears(self) -> list[native.WeightHandle]:
+        """Return the handles of both layers' weights, in the same order."""
+        return [handle for handles in self._handles for handle in handles.values()]
 
     def _check_quantized_weights(self, recipe: Any) -> None:
         """Raise if weights are quantised by another recipe than that of the region."""

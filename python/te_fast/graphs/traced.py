@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 
@@ -19,6 +19,11 @@ from te_fast.runtime.module_hooks import are_called_plainly
 _numbers = itertools.count(1)
 #: Programs by their numbers.
 _by_number: WeakValueDictionary[int, Traced] = WeakValueDictionary()
+#: Memory of kept weights, by their handles, then by device and bytes of both layouts. A handle notes what its memory
+#: holds, so all programs that have the weight must find that memory.
+_memory: WeakKeyDictionary[
+    native.WeightHandle, dict[tuple[torch.device, tuple[int, int]], list[torch.Tensor]]
+] = WeakKeyDictionary()
 
 
 #: The place of a tensor: a new tensor, or a kind of the call's tensors and the number among that kind.
@@ -49,6 +54,8 @@ class Facts(NamedTuple):
     saved: tuple[int, int, int]
     #: Bytes of the buffers of quantised weights.
     memory: tuple[int, ...]
+    #: The same for each linear operation, row and column layout; 0 for a layout that it lacks.
+    weights: tuple[tuple[int, int], ...]
     #: Parameters that are quantised tensors.
     given: tuple[int, ...]
     #: The weights that backward reads in FP8: buffers and parameters.
@@ -96,6 +103,7 @@ class Facts(NamedTuple):
             outputs=tuple(call.outputs),
             saved=call.saved,
             memory=tuple(call.memory),
+            weights=tuple(call.weights),
             given=tuple(call.given),
             weights_of_backward=tuple(call.weights_of_backward),
             reads=tuple(call.reads),
@@ -148,8 +156,8 @@ class Traced:
         The native program.
     owner : object
         The owner of the scales of its linear operations: ``_init_delayed_scaling()`` makes them, and
-        ``_delayed_states_of_linears(forward)`` returns them in the order of the operations. Its ``scale_owners``, if
-        it has some, own them.
+        ``_delayed_states_of_linears(forward)`` returns them in the order of the operations, and
+        ``_handles_of_linears()`` the handles of the weights. Its ``scale_owners``, if it has some, own the scales.
     name : str
         Name in messages.
     """
@@ -276,10 +284,9 @@ class Traced:
             self._watch(owner)
         kept = getattr(self, facts.kept, None) if facts.kept else None
         if facts.kept and (kept is None or kept[0].device != device):
-            fresh = [
-                static(torch.empty(size, dtype=torch.uint8, device=device)) for size in facts.memory
-            ]
-            setattr(self, facts.kept, fresh)
+            pairs = zip(owner._handles_of_linears(), facts.weights, strict=True)
+            found = [_memory_of(handle, sizes, device) for handle, sizes in pairs]
+            setattr(self, facts.kept, [buffer for buffers in found for buffer in buffers])
         setattr(self, key, facts.call.text)
 
     def _make_handle(self, owner: object, device: torch.device) -> None:
@@ -347,6 +354,22 @@ class Traced:
         return describe(self.name, owner, self.program, recipe, cols, kinds)
 
     exported._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _memory_of(
+    handle: native.WeightHandle, sizes: tuple[int, int], device: torch.device
+) -> list[torch.Tensor]:
+    """Return the memory of a kept weight, in which each program that has the weight finds it."""
+    known = _memory.setdefault(handle, {})
+    if (device, sizes) not in known:
+        # Tensors that are made under torch.inference_mode() cannot be written outside of it.
+        with torch.inference_mode(mode=False):
+            known[device, sizes] = [
+                static(torch.empty(size, dtype=torch.uint8, device=device))
+                for size in sizes
+                if size
+            ]
+    return known[device, sizes]
 
 
 def _prepare_scales_of(owner: Any) -> None:

@@ -469,6 +469,10 @@ class ProgramLayer(TransformerEngineBaseModule):
         """Return the scales of the linear operations, which are parts of the layer's state."""
         return [self.fp8_meta.get("scaling_fwd" if forward else "scaling_bwd")]
 
+    def _handles_of_linears(self) -> list[native.WeightHandle]:
+        """Return the handles of the linear operations' weights."""
+        return list(self._handles.values())
+
     def _prepare_on_ranks(self) -> None:
         """Prepare the form of a shared layer for tracers; runs once in a trace."""
         if is_exporting():

@@ -40,6 +40,9 @@ class SegmentStates:
         if fuser is not None:
             fuser._init_delayed_scaling()
 
+    def _handles_of_linears(self) -> list[Any]:
+        return [op._handle for op in self._ops]
+
     def _delayed_states_of_linears(self, *, forward: bool) -> list[Any]:
         return [op._delayed_state("forward" if forward else "backward") for op in self._ops]
 
