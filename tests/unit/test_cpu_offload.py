@@ -78,14 +78,17 @@ def assert_same(got, wanted):
     assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
 
 
+@pytest.mark.parametrize("retain", [False, True])
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("count", [0, 1, 2])
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
-def test_gradients_are_those_without(recipe, count, passes, copies):
+def test_gradients_are_those_without(recipe, count, passes, retain, copies):
     torch.manual_seed(1)
     wanted = gradients(recipe, passes=passes)
     torch.manual_seed(1)
-    context, synchronize = te.get_cpu_offload_context(True, count, 4)
+    context, synchronize = te.get_cpu_offload_context(
+        True, count, 4, retain_pinned_cpu_buffers=retain
+    )
     got = gradients(recipe, context, synchronize, passes=passes)
     assert_same(got, wanted)
     assert copies["out"] >= count * passes

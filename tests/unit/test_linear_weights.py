@@ -1,5 +1,7 @@
 """When a Linear quantises its weight, and how long it keeps the quantised weight."""
 
+import copy
+
 import pytest
 import torch
 
@@ -146,6 +148,26 @@ def test_a_frozen_weight_is_quantised_once(recipe):
         assert casts(train) == 3  # each step quantises with another scale
     else:
         assert casts(train) == 1
+
+
+def evaluated(layer, x, recipe):
+    with torch.no_grad(), te.autocast(recipe=recipe):
+        return layer(x)
+
+
+def test_a_frozen_weight_that_an_optimizer_writes_is_quantised_again():
+    """It was frozen after its backward; torch's fused optimizers count no versions."""
+    recipe = Float8CurrentScaling()
+    layer = make()
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1, fused=True)
+    x, grad = inputs(32, layer)
+    with te.autocast(recipe=recipe):
+        layer(x).backward(grad)
+    layer.requires_grad_(False)
+    evaluated(layer, x, recipe)
+    optimizer.step()
+    optimizer.zero_grad()
+    assert torch.equal(evaluated(layer, x, recipe), evaluated(copy.deepcopy(layer), x, recipe))
 
 
 def test_change_between_forward_and_backward_is_an_error(recipe):

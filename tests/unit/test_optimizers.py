@@ -148,11 +148,24 @@ def test_moments_of_fewer_bits(first, second, tolerance):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.uint8])
 def test_states_with_scales_take_any_magnitude(dtype):
     weight = torch.nn.Parameter(torch.zeros(4))
-    for values in ([0.0, 0.0, 0.0, 0.0], [1e-20, 0.0, -1e-20, 5e-21], [1e30, -1e30, 0.0, 1e29]):
+    tiny = [[number, 0.0, -number, number / 2] for number in (1e-20, 1e-36, 1e-38)]
+    for values in ([0.0, 0.0, 0.0, 0.0], *tiny, [1e30, -1e30, 0.0, 1e29]):
         kept, scale = stored.make(weight.detach(), dtype)
         stored.write(kept, scale, torch.tensor(values))
         got = stored.read(kept, scale)
         assert torch.allclose(got, torch.tensor(values), rtol=0.07, atol=0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.uint8])
+def test_a_weight_without_gradients_stays_where_it_is(dtype):
+    """The second moment decays to numbers whose scale has no finite reciprocal, as for an expert without tokens."""
+    weight = torch.nn.Parameter(torch.ones(2, 4))
+    optimizer = FusedAdam([weight], betas=(0.9, 0.5), exp_avg_sq_dtype=dtype)
+    for step in range(160):
+        weight.grad = torch.tensor([[0.0] * 4, [float(step == 0)] * 4])
+        optimizer.step()
+    assert torch.equal(weight[0], torch.ones(4))
+    assert weight[1].isfinite().all()
 
 
 @settings(max_examples=200, deadline=None)

@@ -189,9 +189,20 @@ def test_writes_reach_the_next_forward_and_the_next_backward(recipe):
             assert float((got.float() - expected).norm() / expected.norm()) < 0.05
 
 
-def test_bytes_written_by_hand_make_the_transposed_ones_anew(recipe):
+#: Writes that torch's versions of both layouts tell of.
+FORMER_WRITES = {
+    "none": lambda layer, other: None,
+    "data": lambda layer, other: setattr(layer.weight, "data", torch.randn(256, 128).bfloat16()),
+    "a checkpoint": lambda layer, other: layer.load_state_dict(other.state_dict()),
+    "in place": lambda layer, other: layer.weight.detach().mul_(2),
+}
+
+
+@pytest.mark.parametrize("former", FORMER_WRITES)
+def test_bytes_written_by_hand_make_the_transposed_ones_anew(recipe, former):
     layer = quantized(MAKERS["linear"], recipe)
     other = quantized(MAKERS["linear"], recipe)
+    FORMER_WRITES[former](layer, quantized(MAKERS["linear"], recipe))
     x = torch.randn(32, 128).bfloat16()
     expected = step(other, x, recipe, torch.ones_like)
     step(layer, x, recipe, torch.ones_like)

@@ -237,6 +237,23 @@ def test_what_is_written_behind_torchs_back_is_read_by_its_own_layer_alone(recip
     assert torch.equal(y, forward(other, x, recipe))
 
 
+def test_a_hook_in_front_of_a_layer_may_write_its_weight(recipe):
+    layers = model()
+    optimizer = trained(layers, recipe)
+
+    def halve(module, _):
+        module.weight.data.mul_(0.5)
+
+    layers[1].register_forward_pre_hook(halve)
+    x = torch.randn(32, HIDDEN, dtype=torch.bfloat16)
+    for _ in range(3):
+        other = alone(layers)
+        y = forward(layers, x, recipe)
+        assert torch.equal(y, forward(other, x, recipe))
+        y.float().square().mean().backward()
+        optimizer.step()
+
+
 def test_frozen_weights_take_no_part(recipe):
     layers = model()
     layers[0].requires_grad_(requires_grad=False)
@@ -266,6 +283,17 @@ def test_a_layer_that_is_left_out_keeps_no_memory_and_is_right_when_it_comes_bac
         optimizer.zero_grad()
         other = alone(layers)
         assert torch.equal(forward(layers, x, recipe), forward(other, x, recipe))
+
+
+def test_a_layer_that_is_left_out_notes_no_maximum():
+    recipe = DelayedScaling(amax_history_len=4)
+    layers = model()
+    trained(layers, recipe)
+    x = torch.randn(32, HIDDEN, dtype=torch.bfloat16)
+    names, _ = launches_of(lambda: forward(torch.nn.Sequential(layers[2], layers[3]), x, recipe))
+    assert together_in(names)
+    for layer in layers:
+        assert not layer.fp8_meta["scaling_fwd"].amax_history[0].any()
 
 
 def _buffers():

@@ -6,6 +6,7 @@ import contextlib
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -16,28 +17,45 @@ from te_fast.offload.kept import Kept, Stream, is_offloaded, is_taken_apart
 Sync = Callable[[torch.Tensor], torch.Tensor]
 
 
-class _Layer:
-    """The tensors that one layer of one forward has saved."""
+class _Buffers(dict[int, torch.Tensor]):
+    """The host's buffers of a layer, by the number of the saved tensor, and the tensors that are in them."""
 
     def __init__(self) -> None:
-        self.kept: dict[Any, Kept] = {}
+        super().__init__()
+        self._users: WeakValueDictionary[int, Kept] = WeakValueDictionary()
 
-    def start_offload(self, buffers: dict[int, torch.Tensor] | None) -> None:
-        for number, kept in enumerate(self.kept.values()):
-            kept.start_offload(None if buffers is None else buffers.get(number))
-            if buffers is not None and kept.on_host is not None:
-                buffers[number] = kept.on_host
+    def free(self, number: int) -> torch.Tensor | None:
+        """Return a buffer that no other forward's tensor is in."""
+        return None if number in self._users else self.get(number)
+
+    def use(self, number: int, kept: Kept) -> None:
+        """Note which tensor is in a buffer, which autograd keeps until its backward."""
+        if kept.on_host is not None:
+            self[number], self._users[number] = kept.on_host, kept
+
+
+class _Layer:
+    """The tensors that one layer of one forward has saved, as long as autograd has them."""
+
+    def __init__(self) -> None:
+        self.kept: WeakValueDictionary[Any, Kept] = WeakValueDictionary()
+
+    def start_offload(self, buffers: _Buffers | None) -> None:
+        for number, kept in enumerate(list(self.kept.values())):
+            kept.start_offload(None if buffers is None else buffers.free(number))
+            if buffers is not None:
+                buffers.use(number, kept)
 
     def release(self) -> None:
-        for kept in self.kept.values():
+        for kept in list(self.kept.values()):
             kept.release()
 
     def start_reload(self) -> None:
-        for kept in self.kept.values():
+        for kept in list(self.kept.values()):
             kept.start_reload()
 
     def drop(self) -> None:
-        for kept in self.kept.values():
+        for kept in list(self.kept.values()):
             kept.drop()
 
 
@@ -87,12 +105,12 @@ class OffloadSynchronizer:
     ) -> None:
         self.num_layers, self.num_offloaded_layers = num_layers, num_offloaded_layers
         self._stream = Stream(offload_stream)
-        self._buffers: list[dict[int, torch.Tensor]] | None = None
+        self._buffers: list[_Buffers] | None = None
         if retain_pinned_cpu_buffers:
-            self._buffers = [{} for _ in range(num_layers)]
+            self._buffers = [_Buffers() for _ in range(num_layers)]
         self._now = _Layers(num_layers)
 
-    def _buffers_of(self, number: int) -> dict[int, torch.Tensor] | None:
+    def _buffers_of(self, number: int) -> _Buffers | None:
         return None if self._buffers is None else self._buffers[number]
 
     # Forward --------------------------------------------------------------------------------------

@@ -12,6 +12,8 @@ from te_fast.tensor.float8 import Float8Quantizer, Float8Tensor
 #: Types in which moments may be stored; FP8 is named by the type of its bytes.
 MOMENT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.uint8)
 MASTER_DTYPES = (torch.float32, torch.float16)
+# Scales have a finite reciprocal: moments of weights without gradients decay to less than any number.
+_LEAST_SCALE = torch.finfo(torch.float32).tiny
 # The largest number after scaling: half of FP16's, since the moments grow before the next scale, and all of E4M3's.
 _LARGEST = {torch.float16: torch.finfo(torch.float16).max / 2.0, torch.uint8: 448.0}
 
@@ -62,7 +64,8 @@ def write(stored: torch.Tensor, scale: torch.Tensor | None, values: torch.Tensor
     is_fp8 = isinstance(stored, Float8Tensor)
     largest = _LARGEST[torch.uint8 if is_fp8 else torch.float16]
     # An empty tensor has no maximum.
-    scale.copy_(values.abs().amax() / largest if values.numel() else torch.zeros(()))
+    found = values.abs().amax() if values.numel() else torch.zeros(())
+    scale.copy_((found / largest).clamp_min(_LEAST_SCALE) * (found > 0))
     factor = torch.where(scale > 0, scale.reciprocal(), 1.0)
     if isinstance(stored, Float8Tensor):
         quantizer: Any = stored._quantizer

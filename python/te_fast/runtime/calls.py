@@ -9,10 +9,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from te_fast.runtime import (
     capturing,
+    delayed,
     global_state,
     main_grad,
     native,
@@ -70,6 +72,10 @@ def _note_optimizer_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if writes is None or not writes.is_of(parameters):
         writes = _writes[optimizer] = native.OptimizerWrites(parameters)
     writes.note_step()
+    # A frozen weight keeps its FP8 form over steps, but an optimizer writes every parameter that has a gradient.
+    stepped = [one for one in parameters if not one.requires_grad and one.grad is not None]
+    if stepped:
+        increment_version(stepped)
 
 
 # Optimizers that write through raw pointers (apex, Transformer Engine), and torch's fused ones, do not move torch's
@@ -137,6 +143,7 @@ native.install_hooks(
     skip_weight_flag=global_state.FP8GlobalStateManager.get_skip_fp8_weight_update_tensor,
     recompute=scale_tape.scales,
     dummy_wgrad=main_grad.dummy_wgrad_for,
+    forget_maximum=delayed.forget_maximum,
 )
 
 # torch.compile breaks the graph at a native layer, as at Transformer Engine's layers, and would ask the user to report

@@ -261,6 +261,14 @@ def scale_of(number: int) -> torch.Tensor:
     return _states[number].scale
 
 
+def forget_maximum(number: int, tensor: int) -> None:
+    """Set the live maximum of a tensor of the state whose slots have this number to 0."""
+    state = _states.get(number)
+    if state is not None:
+        with torch.no_grad():
+            state.amax_history[0, tensor].zero_()
+
+
 def states(*, forward: bool) -> list[DelayedScalingRecipeState]:
     """Return the living states of a direction that take part in updates, in order."""
     return [_states[number] for number in native.amax_participants(forward) if number in _states]

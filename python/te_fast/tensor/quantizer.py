@@ -349,8 +349,6 @@ class Float8QuantizerBase(Quantizer):
             raise
         if isinstance(dst, torch.Tensor):
             note_write(dst)
-            if value.col is not None:
-                value.col_is_valid = True  # at the present versions
         return dst
 
     def _check_destination(self, dst: Any) -> None:
@@ -412,12 +410,17 @@ def _device_of(device: torch.device | str | None) -> torch.device:
 def note_write(tensor: Any) -> None:
     """Increase the versions of a written tensor and of its bytes, which graphs save in its place."""
     value = tensor._value
+    valid = value.col_is_valid
     written = [
         part
         for part in (tensor, value.row, value.col)
         if part is not None and not part.is_inference()
     ]
     torch.autograd.graph.increment_version(written)
+    if valid:
+        value.col_is_valid = (
+            True  # at the present versions, so that later writes of one layout show
+        )
 
 
 def update_many(tensors: Sequence[Any], sources: Sequence[torch.Tensor]) -> None:

@@ -36,6 +36,8 @@ pub(crate) struct Hooks {
     pub(crate) recompute: Py<PyAny>,
     /// `dummy_wgrad(weight) -> Tensor`: autograd's stand-in for a gradient that went into `main_grad`.
     pub(crate) dummy_wgrad: Py<PyAny>,
+    /// `forget_maximum(slots, index)`: sets the live maximum of one tensor of delayed scaling to 0.
+    pub(crate) forget_maximum: Py<PyAny>,
 }
 
 /// Arguments of the autograd function after the tensors: program, owner, `is_first_microbatch`, joined parts or a
@@ -46,7 +48,7 @@ static HOOKS: PyOnceLock<Hooks> = PyOnceLock::new();
 
 /// Sets the Python functions; once, at import.
 #[pyfunction]
-#[pyo3(signature = (*, apply, backward_once, apply_cut, cut_backward_once, padded, padded_run, on_nothing, update_backward_scales, skip_weight_flag, recompute, dummy_wgrad))]
+#[pyo3(signature = (*, apply, backward_once, apply_cut, cut_backward_once, padded, padded_run, on_nothing, update_backward_scales, skip_weight_flag, recompute, dummy_wgrad, forget_maximum))]
 #[expect(clippy::too_many_arguments, reason = "keywords of a Python function")]
 pub(crate) fn install_hooks(
     py: Python<'_>,
@@ -61,6 +63,7 @@ pub(crate) fn install_hooks(
     skip_weight_flag: Py<PyAny>,
     recompute: Py<PyAny>,
     dummy_wgrad: Py<PyAny>,
+    forget_maximum: Py<PyAny>,
 ) {
     let hooks = Hooks {
         apply,
@@ -74,6 +77,7 @@ pub(crate) fn install_hooks(
         skip_weight_flag,
         recompute,
         dummy_wgrad,
+        forget_maximum,
     };
     let _ = HOOKS.set(py, hooks);
 }

@@ -20,6 +20,7 @@ use te_fast_core::runtime::lane::{Memory, Place};
 
 use crate::autocast::region::run_at_end;
 use crate::error::Failure;
+use crate::hooks::hooks;
 use crate::program::member::{Alive, Joining, Member};
 use crate::program::parts::Joined;
 use crate::program::weight::{OpSlots, WeightHandle, recycle};
@@ -251,11 +252,18 @@ fn forget(py: Python<'_>, members: Vec<Arc<Member>>) -> PyResult<()> {
         let Some(handle) = member.handle::<WeightHandle>(py)? else { continue };
         let mut borrowed = handle.try_borrow_mut()?;
         let unused = borrowed.cache.take_ready();
+        let mut raised = None;
         if unused.is_some() {
             borrowed.cache.note_miss();
+            let is_given = borrowed.joining.as_ref().is_some_and(|joining| joining.cast.scales == ManyScales::Given);
+            raised = borrowed.slots.as_ref().filter(|_| is_given).and_then(OpSlots::weight_of_idle_layer);
         }
         drop(borrowed);
         drop(unused);
+        if let Some(slot) = raised {
+            // The launch has raised a maximum of a layer that has not run.
+            hooks(py)?.forget_maximum.bind(py).call1(slot)?;
+        }
     }
     Ok(())
 }

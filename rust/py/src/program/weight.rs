@@ -45,6 +45,11 @@ impl OpSlots {
         slot(&self.forward, self.forward_base + 1)
     }
 
+    /// The number of the forward slots, and the weight's index among them; none if the layer has run since their last update.
+    pub(crate) fn weight_of_idle_layer(&self) -> Option<(u64, usize)> {
+        (!self.forward.ran()).then(|| (self.forward.id(), self.forward_base + 1))
+    }
+
     pub(crate) fn slots(&self) -> LinearSlots<'_> {
         LinearSlots {
             input: slot(&self.forward, self.forward_base),
