@@ -557,7 +557,7 @@ def install_hooks(
     skip_weight_flag: Any,
     recompute: Any,
     dummy_wgrad: Any,
-    forget_maximum: Callable[[int, int], None],
+    forget_maximum: Any,
 ) -> None: ...
 def grouped_layer_forward(
     module: Any,
