@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyDictMethods, PyTuple};
+use pyo3::types::PyTuple;
 use smallvec::SmallVec;
 use te_fast_core::Error;
 use te_fast_core::base::dtype::{DType, Device};
@@ -40,7 +40,7 @@ use crate::tensor::given::GivenWeight;
 use crate::tensor::handed::{Made, Stamp};
 use crate::tensor::value::QuantizedValue;
 use crate::torch::process::State;
-use crate::torch::reader::{instance_dict, view_of};
+use crate::torch::reader::view_of;
 
 const OP: &str = "ops";
 
@@ -436,7 +436,7 @@ impl<'a, 'py> Call<'a, 'py> {
             let Dispatcher { forward_generation, cache_epoch, optimizer_steps, config, .. } = &state.dispatcher(py)?.0;
             (*forward_generation, *cache_epoch, *optimizer_steps, config.weights_together)
         };
-        let together = together && !self.has_pre_hooks()?;
+        let together = together && together::may_run_ahead(self.owner)?;
         let mut list = SmallVec::with_capacity(linears);
         let mut replays = replays.into_iter();
         for linear in 0..linears {
@@ -520,13 +520,6 @@ impl<'a, 'py> Call<'a, 'py> {
         }
         Self::check_given(tensors, compiled)?;
         Ok(list)
-    }
-
-    /// Whether a hook runs right before the layer. It may write the weight through `weight.data`, after the launch that would
-    /// have quantised it.
-    fn has_pre_hooks(&self) -> PyResult<bool> {
-        let hooks = instance_dict(self.owner)?.get_item(intern!(self.x.py(), "_forward_pre_hooks"))?;
-        hooks.map_or(Ok(false), |hooks| hooks.is_truthy())
     }
 
     /// Refuses quantised parameters that are not weights, since their views have no memory.

@@ -28,6 +28,7 @@ use crate::program::weight_memory::{
     CachedWeight, WeightMemory, is_gone, make_weight_of_storage, share_with, weight_buffer,
 };
 use crate::torch::process::State;
+use crate::torch::reader::instance_dict;
 
 /// Which weights are quantised together. Nobody waits here: who finds it in use quantises alone.
 static TOGETHER: Mutex<Together<Arc<Member>>> = Mutex::new(Together::new());
@@ -244,6 +245,14 @@ fn run(
 fn is_out_of_memory(py: Python<'_>, error: &PyErr) -> bool {
     let class = py.import(intern!(py, "torch")).and_then(|torch| torch.getattr(intern!(py, "OutOfMemoryError")));
     class.is_ok_and(|class| error.is_instance(py, &class))
+}
+
+/// Whether a layer's weights may be quantised before its call. A hook in front of it may write them through `weight.data`.
+pub(super) fn may_run_ahead(owner: &Bound<'_, PyAny>) -> PyResult<bool> {
+    // A program that is called by itself may have an owner without attributes.
+    let Ok(attributes) = instance_dict(owner) else { return Ok(true) };
+    let hooks = attributes.get_item(intern!(owner.py(), "_forward_pre_hooks"))?;
+    hooks.map_or(Ok(true), |hooks| Ok(!hooks.is_truthy()?))
 }
 
 /// Drops what no call has come for.
