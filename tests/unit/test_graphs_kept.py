@@ -12,7 +12,10 @@ from te_fast.common.recipe import Float8CurrentScaling
 from te_fast.pytorch import ops
 from te_fast.runtime.compiling import CAN_COMPILE
 
-pytestmark = pytest.mark.skipif(not CAN_COMPILE, reason="torch cannot trace native calls")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not CAN_COMPILE, reason="torch cannot trace native calls"),
+]
 X = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
 #: So small that nothing is dropped.
 RARELY = 1e-30

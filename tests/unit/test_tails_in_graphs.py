@@ -14,6 +14,7 @@ from te_fast.attention.rope import Heads, split_rotated
 from te_fast.common.recipe import DelayedScaling, Float8CurrentScaling
 from te_fast.runtime.compiling import CAN_COMPILE
 
+pytestmark = pytest.mark.slow
 compiles = pytest.mark.skipif(not CAN_COMPILE, reason="torch cannot trace native calls")
 X = torch.randn(8, 4, 64, generator=torch.Generator().manual_seed(0))
 
