@@ -92,7 +92,7 @@ $(TOOLS)/.ready: pyproject.toml
 	$(TOOLS)/bin/python $(PIP) --group format
 	touch $@
 
-# The wheel of this tree for TEST_ARCHS. This target always runs, since cargo decides which parts are stale.
+# The wheel of this tree for TEST_ARCHS; BUILT is its file. This target always runs, since cargo decides which parts are stale.
 .PHONY: build
 ifeq ($(TEST_ARCHS),release)
 BUILT = dist/te_fast-*-cp$(subst .,,$(PYTHON_VERSION))-*_$(MACHINE).whl

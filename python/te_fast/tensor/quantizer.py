@@ -418,9 +418,8 @@ def note_write(tensor: Any) -> None:
     ]
     torch.autograd.graph.increment_version(written)
     if valid:
-        value.col_is_valid = (
-            True  # at the present versions, so that later writes of one layout show
-        )
+        # At the present versions, so that later writes of one layout show.
+        value.col_is_valid = True
 
 
 def update_many(tensors: Sequence[Any], sources: Sequence[torch.Tensor]) -> None:
