@@ -595,7 +595,15 @@ def layer_forward(
 ) -> Any: ...
 def load_kernels(ordinal: int, /) -> int: ...
 def moe_apply(
-    inp: Any, probs: Any, row_id_map: Any, pad_offsets: Any, ends: Any, rows: Any, top_k: Any, /
+    inp: Any,
+    probs: Any,
+    row_id_map: Any,
+    pad_offsets: Any,
+    ends: Any,
+    rows: Any,
+    top_k: Any,
+    scales: Any = None,
+    /,
 ) -> Any: ...
 def moe_dropped(like: Any, clear: Any, /) -> Any: ...
 def moe_map(routing_map: Any, align: Any, index: Any, /) -> Any: ...
@@ -605,7 +613,15 @@ def moe_pad(
 def moe_pad_list(inp: Any, splits: Any, mode: Any, align: Any, /) -> Any: ...
 def moe_padded_splits(splits: Any, mode: Any, align: Any, in_rows: Any, /) -> Any: ...
 def moe_permute(
-    inp: Any, routing_map: Any, probs: Any, rows: Any, align: Any, index: Any, keep_ends: Any, /
+    inp: Any,
+    routing_map: Any,
+    probs: Any,
+    rows: Any,
+    align: Any,
+    index: Any,
+    keep_ends: Any,
+    scales: Any = None,
+    /,
 ) -> Any: ...
 def moe_permute_cast(
     inp: Any, routing_map: Any, probs: Any, rows: Any, align: Any, cast: Any, /

@@ -87,12 +87,21 @@ def test_a_given_input_has_the_bits_of_a_plain_one(recipe):
 
 
 @pytest.mark.parametrize("kind", ["delayed", "current", "1d"])
-def test_permuted_rows_have_the_bytes_of_the_host(kind):
-    mask = torch.rand(64, 8, generator=torch.Generator().manual_seed(1)) < 0.3
+@pytest.mark.parametrize("hidden", [256, 16640])  # more blocks of scales than a block has threads
+@pytest.mark.parametrize("align", [0, 16])
+def test_permuted_rows_have_the_bytes_of_the_host(kind, hidden, align):
+    generator = torch.Generator().manual_seed(1)
+    mask, probs = (torch.rand(63, 8, generator=generator) for _ in range(2))
+    mask = mask < 0.3
     found = []
     for device in ("cpu", "cuda"):
-        q = quantizer(kind, device=device)(randn(64, 256).to(device))
-        out, _ = te.moe_permute(q, mask.to(device), int(mask.sum()))
+        q = quantizer(kind, device=device)(randn(63, hidden).to(device))
+        given = mask.to(device)
+        if align:
+            arguments = (q, probs.to(device), given, given.sum(0), align)
+            out, *_ = te.moe_permute_and_pad_with_probs(*arguments)
+        else:
+            out, _ = te.moe_permute(q, given, int(mask.sum()))
         found.append(parts(out)[:2])
     for host, device in zip(*found, strict=True):
         assert torch.equal(host, device.cpu())

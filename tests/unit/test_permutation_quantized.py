@@ -39,6 +39,7 @@ def check(out, x, kind, tokens):
         assert found_scales.shape == (HIDDEN // 128, -(-len(tokens) // 4) * 4)
         assert torch.equal(found_scales[:, : len(tokens)][:, there], scales[:, tokens[there]])
         assert found_scales[:, : len(tokens)][:, ~there].eq(0).all()
+        assert found_scales[:, len(tokens) :].eq(0).all()
     else:
         assert torch.equal(found_scales, scales)
     values = data.view(torch.float8_e4m3fn).float() * spread

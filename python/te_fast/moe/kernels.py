@@ -181,13 +181,10 @@ def _permuted(
 ) -> Any:
     """Permute, FP8 as FP8: as ``native.moe_permute``, with the ends of the experts' rows."""
     data, scales, given = quantized.split(inp)
-    out, *rest = native.moe_permute(data, routing_map, probs, rows, align, index, True)
+    out, *rest, scales = native.moe_permute(
+        data, routing_map, probs, rows, align, index, True, scales
+    )
     if given is not None:
-        _, row_id_map, pad_offsets, _, ends = rest
-        if scales is not None:
-            # A map of expert ids gives the number of rows by itself.
-            by = (None, rows, routing_map.size(1)) if index else (ends, rows, 0)
-            scales, _ = native.moe_apply(scales, None, row_id_map, pad_offsets, *by)
         out = quantized.join(given, out, scales)
     return out, *rest
 
@@ -203,10 +200,10 @@ def _applied(
 ) -> Any:
     """Move rows by a map, FP8 as FP8: as ``native.moe_apply``."""
     data, scales, given = quantized.split(inp)
-    out, permuted = native.moe_apply(data, probs, row_id_map, pad_offsets, ends, rows, top_k)
+    out, permuted, scales = native.moe_apply(
+        data, probs, row_id_map, pad_offsets, ends, rows, top_k, scales
+    )
     if given is not None:
-        if scales is not None:
-            scales, _ = native.moe_apply(scales, None, row_id_map, pad_offsets, ends, rows, top_k)
         out = quantized.join(given, out, scales)
     return out, permuted
 
@@ -219,7 +216,9 @@ def _moved(
     out, *rest = native.moe_pad(data, probs, splits, index, mode, align, rows)
     if given is not None:
         if scales is not None:
+            scales = quantized.rows_of_scales(scales, inp.shape[0])
             scales, *_ = native.moe_pad(scales, None, splits, index, mode, align, rows)
+            scales = quantized.lines_of_scales(scales)
         out = quantized.join(given, out, scales)
     return out, *rest
 

@@ -41,7 +41,7 @@ def _permute_run(
     align: int,
     index: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    out, out_probs, row_id_map, pads, counts, _ = native.moe_permute(
+    out, out_probs, row_id_map, pads, counts, *_ = native.moe_permute(
         inp, routing_map, probs, rows, align, index, False
     )
     return out, _present(out_probs, inp), row_id_map, _present(pads, inp), _present(counts, inp)
@@ -147,7 +147,7 @@ def _apply_run(
     rows: int,
     top_k: int,
 ) -> torch.Tensor:
-    out, _ = native.moe_apply(inp, None, row_id_map, pad_offsets, None, rows, top_k)
+    out, *_ = native.moe_apply(inp, None, row_id_map, pad_offsets, None, rows, top_k)
     return out
 
 

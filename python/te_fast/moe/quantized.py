@@ -1,4 +1,4 @@
-"""Rows of quantised tensors in the form that the kernels move: pairs of bytes, and rows of block scales."""
+"""Rows of quantised tensors in the form that the kernels move: pairs of bytes, and their block scales."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ _PAIR = torch.bfloat16
 
 
 def split(inp: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, Any]:
-    """Return the tensors to move: rows, rows of scales, and the input if it is quantised.
+    """Return the tensors to move: rows, their scales, and the input if it is quantised.
+
+    The scales are FP32 ``(blocks, at least rows)``: a line for each block of 128 columns, as GEMMs read them.
 
     A tensor is dequantised if its rows cannot be moved separately: if several rows share a scale, if it has no row
     layout, or if the number of columns is odd.
@@ -39,8 +41,36 @@ def split(inp: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, Any]:
     scales = None
     if value.block == 1:
         blocks = -(-inp.shape[1] // BLOCK)
-        scales = value.row_scale.detach().view(blocks, -1)[:, : inp.shape[0]].t().contiguous()
+        scales = value.row_scale.detach().view(blocks, -1)
     return rows, scales, given
+
+
+def rows_of_scales(lines: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return scales as a row for each row of the tensor, ``(rows, blocks)``.
+
+    Parameters
+    ----------
+    lines : torch.Tensor
+        ``(blocks, at least rows)``.
+    rows : int
+        Rows of the tensor.
+    """
+    return lines[:, :rows].t().contiguous()
+
+
+def lines_of_scales(rows: torch.Tensor) -> torch.Tensor:
+    """Return the lines of rows of scales; the places behind the rows are zero.
+
+    Parameters
+    ----------
+    rows : torch.Tensor
+        ``(rows, blocks)``.
+    """
+    count, blocks = rows.shape
+    shape = scale_shape((count, blocks * BLOCK), columnwise=False, is_2d=False)
+    lines = rows.new_zeros(shape)
+    lines[:, :count] = rows.t()
+    return lines
 
 
 def join(like: Any, rows: torch.Tensor, scales: torch.Tensor | None) -> Any:
@@ -53,16 +83,13 @@ def join(like: Any, rows: torch.Tensor, scales: torch.Tensor | None) -> Any:
     rows : torch.Tensor
         Bytes in pairs.
     scales : torch.Tensor, optional
-        Rows of scales.
+        Lines of scales, padded as GEMMs read them.
     """
     data = rows.view(torch.uint8)
     value = like._value.share()
     value.row, value.col = data, None
     if scales is not None:
-        shape = scale_shape(data.shape, columnwise=False, is_2d=False)
-        padded = scales.new_zeros(shape)
-        padded[:, : data.shape[0]] = scales.t()
-        value.row_scale, value.col_scale = padded, None
+        value.row_scale, value.col_scale = scales, None
     return like._of_value(value, data.shape, like.dtype, like._quantizer)
 
 

@@ -323,7 +323,7 @@ constants! {
         /// Size of `PermuteCastParams`.
         PERMUTE_CAST_PARAMS_BYTES: usize = 288;
         /// Size of `PermuteParams`.
-        PERMUTE_PARAMS_BYTES: usize = 232;
+        PERMUTE_PARAMS_BYTES: usize = 272;
         /// Size of `PermuteDroppedParams`.
         PERMUTE_DROPPED_PARAMS_BYTES: usize = 24;
         /// Size of `PadRowsParams`.

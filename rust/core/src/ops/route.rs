@@ -186,7 +186,8 @@ impl RoutePlan {
                     ..MapPointers::default()
                 };
                 let (making, map) = map.make(target, &outputs)?;
-                rows.run(target, &PermutePointers { x, out, probs, out_probs: factors }, &map, &making)
+                let at = PermutePointers { x, out, probs, out_probs: factors, ..PermutePointers::default() };
+                rows.run(target, &at, &map, &making)
             }
             Steps::Again(rows) => {
                 let at = PermutePointers { x, out, ..PermutePointers::default() };

@@ -6,8 +6,10 @@ use te_fast_core::Error;
 use te_fast_core::base::dtype::DType;
 use te_fast_core::base::pointer::DevPtr;
 use te_fast_core::base::tensor::TensorView;
+use te_fast_core::gemm::grouped::BLOCK;
 use te_fast_core::launch::target::Target;
-use te_fast_core::ops::permute::{PermutePlan, PermutePointers};
+use te_fast_core::ops::cast_block::{BlockShape, scale_shape};
+use te_fast_core::ops::permute::{PermutePlan, PermutePointers, ScaleLines};
 use te_fast_core::ops::permute_map::{EndsPlan, Making, MapPlan, MapPointers, MapSpec, STATE_BYTES, read_dropped};
 use te_fast_core::ops::permute_merge::{UnpermuteBwdPointers, UnpermutePlan, UnpermutePointers};
 use te_fast_core::ops::row_map::{Layout, MapBuffers, MapShape, Prob};
@@ -21,9 +23,30 @@ use crate::error::IntoPython;
 use crate::torch::process::state;
 use crate::torch::reader::view_of;
 
-/// Map and permutation in one call: (out, `permuted_probs`, `row_id_map`, `pad_offsets`, `padded_counts`, ends).
+/// Block scales of the rows to permute, and memory for the permuted ones.
+struct Scales<'a, 'py> {
+    given: TensorView<'a>,
+    out: Bound<'py, PyAny>,
+    lines: ScaleLines,
+}
+
+impl<'a, 'py> Scales<'a, 'py> {
+    /// Reads f32 `(blocks, at least tokens)`; the permuted lines are as long as GEMMs read them.
+    fn new(call: &DirectCall<'_, 'py>, scales: &'a Input<'_, 'py>, rows: usize) -> PyResult<Self> {
+        let given = scales.view(call.state)?;
+        call.same_device(&given, "scales")?;
+        call.dtype(&given, "scales", DType::F32)?;
+        let (blocks, in_line) = call.matrix(&given, "scales")?;
+        let [_, out_line] = scale_shape(BlockShape::OneDimensional, rows, blocks * BLOCK);
+        let out = call.empty(&[blocks as i64, out_line as i64], DType::F32)?;
+        Ok(Self { given, out, lines: ScaleLines { blocks, in_line, out_line } })
+    }
+}
+
+/// Map and permutation in one call: (out, `permuted_probs`, `row_id_map`, `pad_offsets`, `padded_counts`, ends, permuted
+/// scales).
 #[pyfunction]
-#[pyo3(signature = (inp, routing_map, probs, rows, align, index, keep_ends, /))]
+#[pyo3(signature = (inp, routing_map, probs, rows, align, index, keep_ends, scales=None, /))]
 pub(crate) fn moe_permute<'py>(
     inp: &Bound<'py, PyAny>,
     routing_map: &Bound<'py, PyAny>,
@@ -32,24 +55,36 @@ pub(crate) fn moe_permute<'py>(
     align: usize,
     index: bool,
     keep_ends: bool,
+    scales: Option<&Bound<'py, PyAny>>,
 ) -> PyResult<Bound<'py, PyTuple>> {
     let (py, op) = (inp.py(), "moe_permute");
     let state = state(py)?;
     let inputs = TokenInputs::new(state, inp, routing_map, probs)?;
     let views = inputs.views(state)?;
+    let scales = Input::optional(state, scales, "scales")?;
     let call = DirectCall::new(state, py, op, views.x.device())?;
     let route = Route::new(&call, &views, RouteSpec { rows, align, index })?;
+    let scales = scales.as_ref().map(|scales| Scales::new(&call, scales, rows)).transpose()?;
     let plan = PermutePlan::new(route.shape, route.cols * route.float.size(), route.prob).python()?;
+    let plan = plan.with_scales(scales.as_ref().map(|scales| scales.lines)).python()?;
     let permuted = Permuted::new(&call, &route, route.float.into(), Wanted { pads: align > 0, ends: keep_ends })?;
     let outputs = map_outputs(&call, &views.routing, &permuted.map)?;
     let (out, out_probs) = (call.pointer(Some(&permuted.out))?, call.pointer(permuted.probs.as_ref())?);
-    let at = PermutePointers { x: views.x.data(), out, probs: views.probs(), out_probs };
+    let at = PermutePointers {
+        x: views.x.data(),
+        out,
+        probs: views.probs(),
+        out_probs,
+        scales: scales.as_ref().map_or(DevPtr::null(), |scales| scales.given.data()),
+        out_scales: call.pointer(scales.as_ref().map(|scales| &scales.out))?,
+    };
     call.with_counters(STATE_BYTES, route.scratch_bytes(), |lane| {
         let (making, map) = route.making(&mut lane.target, &outputs, lane.workspace)?;
         plan.run(&mut lane.target, &at, &map, &making)
     })?;
-    let map = permuted.map;
-    (permuted.out, permuted.probs, map.row_id_map, map.pad_offsets, map.padded_counts, map.ends).into_pyobject(py)
+    let (map, scales) = (permuted.map, scales.as_ref().map(|scales| scales.out.clone()));
+    (permuted.out, permuted.probs, map.row_id_map, map.pad_offsets, map.padded_counts, map.ends, scales)
+        .into_pyobject(py)
 }
 
 /// The map alone: (`row_id_map`, `pad_offsets`, `padded_counts`, ends, totals); totals are the padded and the routed rows.
@@ -112,9 +147,10 @@ fn pads_of<'a>(call: &DirectCall<'_, '_>, pads: Option<&TensorView<'a>>, shape: 
     Ok(pads.data())
 }
 
-/// Rows permuted by a finished map: (out, `permuted_probs`). Without `ends` they are counted from the map first.
+/// Rows permuted by a finished map: (out, `permuted_probs`, permuted scales). Without `ends` they are counted from the map
+/// first.
 #[pyfunction]
-#[pyo3(signature = (inp, probs, row_id_map, pad_offsets, ends, rows, top_k, /))]
+#[pyo3(signature = (inp, probs, row_id_map, pad_offsets, ends, rows, top_k, scales=None, /))]
 pub(crate) fn moe_apply<'py>(
     inp: &Bound<'py, PyAny>,
     probs: Option<&Bound<'py, PyAny>>,
@@ -123,11 +159,13 @@ pub(crate) fn moe_apply<'py>(
     ends: Option<&Bound<'py, PyAny>>,
     rows: usize,
     top_k: usize,
+    scales: Option<&Bound<'py, PyAny>>,
 ) -> PyResult<Bound<'py, PyTuple>> {
     let py = inp.py();
     let state = state(py)?;
     let (inp, row_id_map) = (Input::new(state, inp, "inp")?, Input::new(state, row_id_map, "row_id_map")?);
     let (probs, pads) = (Input::optional(state, probs, "probs")?, Input::optional(state, pad_offsets, "pad_offsets")?);
+    let scales = Input::optional(state, scales, "scales")?;
     let (x, map) = (inp.view(state)?, row_id_map.view(state)?);
     let call = DirectCall::new(state, py, "moe_permute", x.device())?;
     let (tokens, cols) = call.matrix(&x, "inp")?;
@@ -138,7 +176,9 @@ pub(crate) fn moe_apply<'py>(
     let prob = call.probs(probs_view.as_ref(), tokens, shape.slots())?;
     let pads_view = pads.as_ref().map(|pads| pads.view(state)).transpose()?;
     let pad_offsets = pads_of(&call, pads_view.as_ref(), &shape)?;
+    let scales = scales.as_ref().map(|scales| Scales::new(&call, scales, rows)).transpose()?;
     let plan = PermutePlan::new(shape, cols * float.size(), prob).python()?;
+    let plan = plan.with_scales(scales.as_ref().map(|scales| scales.lines)).python()?;
     let counted = CountedEnds::new(&call, &shape, ends)?;
     let out = call.empty(&[rows as i64, cols as i64], float.into())?;
     let out_probs = prob.map(|prob| call.empty(&[rows as i64], prob.into())).transpose()?;
@@ -147,12 +187,14 @@ pub(crate) fn moe_apply<'py>(
         out: call.pointer(Some(&out))?,
         probs: probs_view.map_or(DevPtr::null(), |view| view.data()),
         out_probs: call.pointer(out_probs.as_ref())?,
+        scales: scales.as_ref().map_or(DevPtr::null(), |scales| scales.given.data()),
+        out_scales: call.pointer(scales.as_ref().map(|scales| &scales.out))?,
     };
     call.run(counted.bytes(), |target, scratch| {
         let map = counted.count(target, map.data(), pad_offsets, scratch)?;
         plan.run(target, &at, &map, &Making::default())
     })?;
-    (out, out_probs).into_pyobject(py)
+    (out, out_probs, scales.as_ref().map(|scales| scales.out.clone())).into_pyobject(py)
 }
 
 /// The ends from a permutation, or ends that are still to be counted.

@@ -322,9 +322,7 @@ impl<'py> BackwardCall<'_, 'py> {
             Some(Output::High(input)) => Some(input),
             Some(Output::InFp8(made)) => {
                 let quantizer = compiled.quantizer(kept.owner.bind(py), made.kind(), true)?;
-                let tuples = &kept.shapes.input;
-                let tuples = (tuples.size.bind(py), tuples.stride.bind(py));
-                Some(made.tensor(state, activation, tuples, &quantizer)?)
+                Some(made.tensor(state, activation, kept.shapes.input.size.bind(py), &quantizer)?)
             }
         };
         Ok(Grads {
@@ -370,7 +368,8 @@ impl<'py> BackwardCall<'_, 'py> {
             None => readable(state, grad, "a gradient")?.unwrap_or_else(|| grad.clone()),
             Some(value) => {
                 if index == 0 && QuantizedValue::snapshot(&value)?.part(grad.py(), false).is_some() {
-                    let (view, handed) = HandedValue::read(state, grad, &value, "a gradient")?;
+                    let view = nominal_view(state, grad, &value)?;
+                    let handed = HandedValue::read(state, &view, &value, "a gradient")?;
                     if self.compiled.program.takes_grad(handed.kind) {
                         check_grad(&self.compiled.program, rows, index, &view)?;
                         self.take_grad(grad.py(), handed)?;
@@ -588,7 +587,7 @@ impl<'py> BackwardCall<'_, 'py> {
         for (index, grad) in grads.iter().enumerate() {
             let port = if index == 0 { Port::GradOutput } else { Port::GradExtraOutput(index as u16 - 1) };
             match &self.handed {
-                Some(handed) if index == 0 => handed.bind(py, state, (Outer::GradOutput, &mut call))?,
+                Some(handed) if index == 0 => handed.bind((Outer::GradOutput, &mut call)),
                 _ => call.set(port, state.pointer(Some(grad))?),
             }
         }

@@ -13,7 +13,7 @@ use te_fast_core::base::dtype::{DType, Device};
 use te_fast_core::cuda::device::is_capturing;
 use te_fast_core::launch::trace::{CLOCK, Stage};
 use te_fast_core::program::{
-    Bindings, FlowName, Outer, OuterKinds, Pieces, Port, Program, ProgramKey, SizedProgram, WeightCast,
+    Bindings, FlowName, Outer, OuterKinds, Pieces, Port, Program, ProgramKey, QuantizedKind, SizedProgram, WeightCast,
 };
 use te_fast_core::quant::cache::Keep;
 use te_fast_core::quant::value::LinearSlots;
@@ -279,12 +279,11 @@ impl<'a, 'py> Call<'a, 'py> {
             Output::InFp8(made) => {
                 let (kind, dtype) = (made.kind(), DType::from(program.key().activation));
                 let quantizer = compiled.quantizer(self.owner, kind, false)?;
-                let tuples = (shapes.output.size.bind(py), shapes.output.stride.bind(py));
-                made.tensor(state, dtype, tuples, &quantizer)?
+                made.tensor(state, dtype, shapes.output.size.bind(py), &quantizer)?
             }
         };
         let extras = extras.into();
-        let (handed, stamp) = tensors.handed().map_or_else(Default::default, |value| {
+        let (handed, stamp) = tensors.handed(state, py)?.map_or_else(Default::default, |value| {
             let read = |port: &Port| Some((*port, value.tensor(py, *port)?));
             (program.reads().iter().filter_map(read).collect(), Some(value.stamp()))
         });
@@ -306,6 +305,7 @@ impl<'a, 'py> Call<'a, 'py> {
     fn program(&self, tensors: &Tensors<'_>, region: &Region) -> Result<(Arc<PyProgram>, Arc<SizedProgram>), Failure> {
         let (py, state) = (self.x.py(), self.state);
         let x = &tensors.x;
+        let handed = tensors.handed(state, py)?.map(|value| value.kind);
         let activation = float(x, "the input")?;
         let wants = |tensor: &Bound<'_, PyAny>| -> PyResult<bool> { Ok(self.grads && requires_grad(tensor)?) };
         let param_grads = self.params.iter().map(wants).collect::<PyResult<Flags>>()?;
@@ -313,7 +313,7 @@ impl<'a, 'py> Call<'a, 'py> {
         let mut handle = self.handle.try_borrow_mut()?;
         let linears = handle.linear_calls(py)?;
         let epoch = region.enabled.then_some(region.epoch);
-        let outer = self.outer(tensors, region);
+        let outer = self.outer(handed, region);
         let (rows, cols) = (x.rows(), x.shape().last().map_or(1, |&cols| cols as usize));
         let ProgramHandle { programs, chain, params, .. } = &mut *handle;
         let found = programs.find(|program| {
@@ -383,8 +383,7 @@ impl<'a, 'py> Call<'a, 'py> {
     /// Quantised inputs and results. The column layout of the output is for the next layer's weight gradient; under
     /// delayed scaling the next layer makes it, so that the GEMM can store the row layout.
     #[inline]
-    fn outer(&self, tensors: &Tensors<'_>, region: &Region) -> OuterKinds {
-        let input = tensors.handed().map(|handed| handed.kind);
+    fn outer(&self, input: Option<QuantizedKind>, region: &Region) -> OuterKinds {
         let InFp8 { output, grad } = self.in_fp8;
         if !region.enabled || !(output || grad) {
             return OuterKinds { input, ..OuterKinds::default() };
@@ -644,13 +643,13 @@ impl<'a, 'py> Call<'a, 'py> {
         tensors: &'b Tensors<'_>,
         program: &Program,
         results: &'b Results<'py>,
-    ) -> te_fast_core::Result<()>
+    ) -> Result<(), Failure>
     where
         'py: 'b,
     {
         let (py, state) = (self.x.py(), self.state);
-        match tensors.handed() {
-            Some(handed) => handed.bind(py, state, (Outer::Input, call))?,
+        match tensors.handed(state, py)? {
+            Some(handed) => handed.bind((Outer::Input, call)),
             None => call.set(Port::Input, tensors.x.data()),
         }
         call.set(Port::Saved, state.pointer(results.saved.as_ref())?);

@@ -1,5 +1,7 @@
 //! The tensors of a program's call: their source, and the check that a compiled program takes them.
 
+use std::cell::OnceCell;
+
 use pyo3::intern;
 use pyo3::prelude::*;
 use smallvec::SmallVec;
@@ -106,7 +108,14 @@ pub(crate) struct Tensors<'a> {
     /// Quantised parameters, whose views have no memory.
     given: SmallVec<[(usize, Py<QuantizedValue>); 2]>,
     /// A quantised input, whose view has no memory.
-    handed: Option<HandedValue>,
+    handed: Option<Handed>,
+}
+
+/// A quantised input. Its parts are read when the first user needs them: a call that gets an autograd node reads its
+/// tensors again inside of it.
+struct Handed {
+    value: Py<QuantizedValue>,
+    read: OnceCell<HandedValue>,
 }
 
 /// Tensors of a call, some of which are copies.
@@ -144,8 +153,8 @@ impl<'a> Tensors<'a> {
         let (x, handed) = match given(state, x) {
             None => (view_of(&state.reader, x, "the input")?, None),
             Some(value) => {
-                let (view, handed) = HandedValue::read(state, x, &value, "the input")?;
-                (view, Some(handed))
+                let view = nominal_view(state, x, &value)?;
+                (view, Some(Handed { value: value.unbind(), read: OnceCell::new() }))
             }
         };
         let extras = views(extras, "an extra input")?;
@@ -165,8 +174,13 @@ impl<'a> Tensors<'a> {
 
     /// The input, if it is quantised already.
     #[inline]
-    pub(crate) fn handed(&self) -> Option<&HandedValue> {
-        self.handed.as_ref()
+    pub(crate) fn handed(&self, state: &State, py: Python<'_>) -> Result<Option<&HandedValue>, Failure> {
+        let Some(Handed { value, read }) = &self.handed else { return Ok(None) };
+        if let Some(known) = read.get() {
+            return Ok(Some(known));
+        }
+        let value = HandedValue::read(state, &self.x, value.bind(py), "the input")?;
+        Ok(Some(read.get_or_init(|| value)))
     }
 
     /// Whether kernels can read all of them without copies.

@@ -15,11 +15,10 @@ use te_fast_core::recipe::definition::Block;
 use te_fast_core::recipe::usage::Usage;
 
 use crate::error::Failure;
-use crate::tensor::given::nominal_view;
 use crate::tensor::value::QuantizedValue;
 use crate::torch::operand::{contiguous_copy, fits};
 use crate::torch::process::{State, contiguous_strides};
-use crate::torch::reader::{instance_dict, view_of};
+use crate::torch::reader::{Held, instance_dict, view_of};
 
 const OP: &str = "ops";
 /// The length of a column layout's rows is a multiple of this, as GEMMs need.
@@ -28,8 +27,8 @@ const GRANULE: usize = 16;
 /// Bytes and scales of a layout.
 #[derive(Debug)]
 struct Part {
-    data: Py<PyAny>,
-    scale: Py<PyAny>,
+    data: Held,
+    scale: Held,
 }
 
 /// An FP8 value that a call passes. It is read and never written.
@@ -44,15 +43,14 @@ pub(crate) struct HandedValue {
 }
 
 impl HandedValue {
-    /// The value of `tensor`, and its view without memory.
-    pub(crate) fn read<'a>(
+    /// The value of a tensor whose view without memory is `nominal`.
+    pub(crate) fn read(
         state: &State,
-        tensor: &'a Bound<'_, PyAny>,
+        nominal: &TensorView<'_>,
         value: &Bound<'_, QuantizedValue>,
         what: &'static str,
-    ) -> Result<(TensorView<'a>, Self), Failure> {
-        let py = tensor.py();
-        let nominal = nominal_view(state, tensor, value)?;
+    ) -> Result<Self, Failure> {
+        let py = value.py();
         let shared = QuantizedValue::snapshot(value)?;
         let (rows, cols) = (nominal.rows(), nominal.cols());
         let Some((data, scale)) = shared.part(py, false) else {
@@ -64,8 +62,8 @@ impl HandedValue {
         let mut kind = shared.kind(Usage { rowwise: true, columnwise: false });
         let place = (nominal.device(), what);
         let row = Part {
-            data: bytes(state, data, rows * cols, place)?,
-            scale: scales(state, scale, kind, (rows, cols), place)?,
+            data: bytes(state, &data, rows * cols, place)?,
+            scale: scales(state, &scale, kind, (rows, cols), place)?,
         };
         let col = match shared.part(py, true) {
             Some(part) => columns(state, part, kind, (rows, cols), place)?,
@@ -74,7 +72,7 @@ impl HandedValue {
         kind.usage.columnwise = col.is_some();
         let content = shared.row_content().clone();
         let values = content.values();
-        Ok((nominal, Self { kind, row, col, content, values }))
+        Ok(Self { kind, row, col, content, values })
     }
 
     /// The tensor at a port.
@@ -86,23 +84,17 @@ impl HandedValue {
             Port::Beside(_, Beside::ColScale) => col.map(|part| &part.scale),
             _ => Some(&self.row.data),
         };
-        tensor.map(|tensor| tensor.bind(py).clone())
+        tensor.map(|tensor| tensor.tensor(py).clone())
     }
 
     /// Sets the addresses of all parts.
-    pub(crate) fn bind<'a>(
-        &'a self,
-        py: Python<'a>,
-        state: &State,
-        (outer, call): (Outer, &mut Bindings<'_, 'a>),
-    ) -> te_fast_core::Result<()> {
-        call.set(outer.port(), state.pointer(Some(self.row.data.bind(py)))?);
-        call.set(Port::Beside(outer, Beside::RowScale), state.pointer(Some(self.row.scale.bind(py)))?);
+    pub(crate) fn bind<'a>(&'a self, (outer, call): (Outer, &mut Bindings<'_, 'a>)) {
+        call.set(outer.port(), self.row.data.ptr());
+        call.set(Port::Beside(outer, Beside::RowScale), self.row.scale.ptr());
         if let Some(col) = &self.col {
-            call.set(Port::Beside(outer, Beside::Col), state.pointer(Some(col.data.bind(py)))?);
-            call.set(Port::Beside(outer, Beside::ColScale), state.pointer(Some(col.scale.bind(py)))?);
+            call.set(Port::Beside(outer, Beside::Col), col.data.ptr());
+            call.set(Port::Beside(outer, Beside::ColScale), col.scale.ptr());
         }
-        Ok(())
     }
 
     /// A record by which later writes to the bytes are noticed.
@@ -128,11 +120,11 @@ impl Stamp {
 /// The bytes of a row layout, copied where kernels cannot read them.
 fn bytes(
     state: &State,
-    data: Bound<'_, PyAny>,
+    data: &Bound<'_, PyAny>,
     count: usize,
     (device, what): (Device, &'static str),
-) -> Result<Py<PyAny>, Failure> {
-    let view = view_of(&state.reader, &data, "data of a quantised tensor")?;
+) -> Result<Held, Failure> {
+    let view = view_of(&state.reader, data, "data of a quantised tensor")?;
     if view.numel() != count || view.dtype().size() != 1 {
         let got = format!("{:?} of {}", view.shape(), view.dtype());
         return Err(Error::shape(OP, what, format!("{count} bytes of data"), got).into());
@@ -140,7 +132,13 @@ fn bytes(
     if view.device() != device {
         return Err(Error::device(OP, what, format!("data on {device}"), view.device()).into());
     }
-    if fits(&view) { Ok(data.unbind()) } else { Ok(contiguous_copy(&data)?.unbind()) }
+    if fits(&view) { Ok(Held::seen(data, &view)) } else { copied(state, data) }
+}
+
+/// A copy that kernels can read.
+#[cold]
+fn copied(state: &State, tensor: &Bound<'_, PyAny>) -> Result<Held, Failure> {
+    Ok(Held::new(&state.reader, &contiguous_copy(tensor)?)?)
 }
 
 fn scale_sizes(kind: QuantizedKind, rows: usize, cols: usize) -> [usize; 2] {
@@ -155,20 +153,20 @@ fn scale_sizes(kind: QuantizedKind, rows: usize, cols: usize) -> [usize; 2] {
 /// memory.
 fn scales(
     state: &State,
-    scale: Bound<'_, PyAny>,
+    scale: &Bound<'_, PyAny>,
     kind: QuantizedKind,
     (rows, cols): (usize, usize),
     (device, what): (Device, &'static str),
-) -> Result<Py<PyAny>, Failure> {
+) -> Result<Held, Failure> {
     let py = scale.py();
-    let view = view_of(&state.reader, &scale, "scales of a quantised tensor")?;
+    let view = view_of(&state.reader, scale, "scales of a quantised tensor")?;
     if view.device() != device {
         return Err(Error::device(OP, what, format!("scales on {device}, where the data is"), view.device()).into());
     }
     let [blocks, length] = scale_sizes(kind, rows, cols);
     let count = blocks * length;
     if view.numel() == count && view.dtype() == DType::F32 {
-        return if fits(&view) { Ok(scale.unbind()) } else { Ok(contiguous_copy(&scale)?.unbind()) };
+        return if fits(&view) { Ok(Held::seen(scale, &view)) } else { copied(state, scale) };
     }
     let unpadded = [blocks as i64, rows as i64];
     if kind.block != Block::Row || view.dtype() != DType::F32 || view.shape() != unpadded {
@@ -176,8 +174,8 @@ fn scales(
         return Err(Error::shape(OP, what, format!("{count} scales of float32"), got).into());
     }
     let padded = state.empty_sized(py, device, &[blocks as i64, length as i64], DType::F32)?;
-    padded.call_method1(intern!(py, "narrow"), (1, 0, rows))?.call_method1(intern!(py, "copy_"), (&scale,))?;
-    Ok(padded.unbind())
+    padded.call_method1(intern!(py, "narrow"), (1, 0, rows))?.call_method1(intern!(py, "copy_"), (scale,))?;
+    Ok(Held::new(&state.reader, &padded)?)
 }
 
 /// The column layout, if GEMMs can read it. With one scale, it is otherwise made from the row layout. With blocks of
@@ -203,15 +201,15 @@ fn columns(
     if !is_laid_out && kind.block != Block::Row {
         return Ok(None);
     }
-    let scale = scales(state, scale, kind, (cols, rows), place)?;
+    let scale = scales(state, &scale, kind, (cols, rows), place)?;
     if is_laid_out {
-        return Ok(Some(Part { data: data.unbind(), scale }));
+        return Ok(Some(Part { data: Held::seen(&data, &view), scale }));
     }
     let padded = state.empty_sized(py, place.0, &[cols as i64, length as i64], DType::U8)?;
     padded.call_method0(intern!(py, "zero_"))?;
     let flat = data.call_method1(intern!(py, "reshape"), (cols, rows))?;
     padded.call_method1(intern!(py, "narrow"), (1, 0, rows))?.call_method1(intern!(py, "copy_"), (flat,))?;
-    Ok(Some(Part { data: padded.unbind(), scale }))
+    Ok(Some(Part { data: Held::new(&state.reader, &padded)?, scale }))
 }
 
 /// Python's classes of quantised tensors.
@@ -309,7 +307,7 @@ impl<'py> Made<'py> {
         self,
         state: &State,
         dtype: DType,
-        (size, stride): (&Bound<'py, PyTuple>, &Bound<'py, PyTuple>),
+        size: &Bound<'py, PyTuple>,
         quantizer: &Bound<'py, PyAny>,
     ) -> Result<Bound<'py, PyAny>, Failure> {
         let py = size.py();
@@ -317,7 +315,8 @@ impl<'py> Made<'py> {
         let class = if self.kind.block == Block::Tensor { &classes.per_tensor } else { &classes.block };
         let device = self.row.getattr(intern!(py, "device"))?;
         let dtype = state.torch.dtype(py, dtype);
-        let arguments = (class, size, stride, py.None(), py.None(), dtype, &classes.strided, device);
+        // Without strides the tensor is contiguous.
+        let arguments = (class, size, py.None(), py.None(), py.None(), dtype, &classes.strided, device);
         let made = classes.make_wrapper_subclass.bind(py).call1(arguments)?;
         let row_scale =
             if self.is_table { state.torch.in_storage_of(&self.row_scale, &[1], 0)? } else { self.row_scale };

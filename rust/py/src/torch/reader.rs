@@ -281,6 +281,12 @@ impl Held {
         Ok(Self { tensor: tensor.clone().unbind(), address })
     }
 
+    /// Keeps a user's `tensor`, which was read as `view`, during a call. As with a view, nobody may assign to its
+    /// `data` meanwhile.
+    pub(crate) fn seen(tensor: &Bound<'_, PyAny>, view: &TensorView<'_>) -> Self {
+        Self { tensor: tensor.clone().unbind(), address: view.data().address() as u64 }
+    }
+
     /// Keeps the memory of a `tensor` with other owners.
     pub(crate) fn alias(reader: &Reader, tensor: &Bound<'_, PyAny>) -> PyResult<Self> {
         Self::new(reader, &tensor.call_method0("detach")?)
@@ -292,6 +298,11 @@ impl Held {
         // SAFETY: the tensor object is self's own, so that its storage lives. torch reallocates a storage in its place
         // where somebody resizes it, which is not to be done to tensors of te_fast.
         unsafe { DevPtr::from_address(self.address) }
+    }
+
+    /// The tensor itself.
+    pub(crate) fn tensor<'a, 'py>(&'a self, py: Python<'py>) -> &'a Bound<'py, PyAny> {
+        self.tensor.bind(py)
     }
 
     /// A new tensor on the same memory, for other owners.
