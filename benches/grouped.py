@@ -13,11 +13,13 @@ one gradient, or no gradients ("autograd alone", "autograd, no gradients").
 The bench also times a whole block, `MoE`, of as many experts, router and permutation included.
 
 GPU time: forward and backward of a mixture of experts, from its permuted rows to its result, by CUDA events. Figures
-are ratios to the same mixture in BF16 by `torch._grouped_mm`. The whole block is timed likewise, from tokens to tokens.
+are ratios to the same mixture in BF16 by `torch._grouped_mm`. The whole block is timed likewise, from tokens to tokens,
+beside one of Transformer Engine's functions and operations.
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
 from contextlib import contextmanager
 from functools import partial
@@ -249,6 +251,68 @@ class TorchBlock(torch.nn.Module):
         return torch.zeros_like(x).index_add(0, tokens, y)
 
 
+class PeerBlock(torch.nn.Module):
+    """A whole block of Transformer Engine's router, permutation and operations, with parameters of its own."""
+
+    def __init__(self, library: Any, block: te.MoE) -> None:
+        super().__init__()
+        self.library, self.topk = library, block.topk
+        self.score = importlib.import_module(f"{library.__name__}.router")
+        self.router = torch.nn.Parameter(block.router.detach().clone())
+        options: dict[str, Any] = {"bias": False, "dtype": torch.bfloat16}
+        options["device"] = block.router.device
+        first, last = (block.experts[at].weight.shape for at in (0, 2))
+        self.experts = library.ops.Sequential(
+            library.ops.GroupedLinear(first[0], first[2], first[1], **options),
+            library.ops.ScaledSwiGLU(),
+            library.ops.GroupedLinear(last[0], last[2], last[1], **options),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Choose, permute and pad, multiply, and merge."""
+        logits = x.float() @ self.router.t()
+        choice = self.score.fused_topk_with_score_function
+        groups = {"num_groups": None, "group_topk": None, "scaling_factor": None}
+        rule = {"use_pre_softmax": False, "score_function": "softmax", "expert_bias": None}
+        probs, mask = choice(logits, self.topk, **groups, **rule)
+        permute = self.library.moe_permute_and_pad_with_probs
+        rows, weights, row_id_map, pads, splits = permute(x, probs, mask, mask.sum(0), 16)
+        y = self.experts(rows, splits, weights, splits)
+        shape = x.shape
+        result: torch.Tensor = self.library.moe_unpermute(
+            y, row_id_map, restore_shape=shape, pad_offsets=pads
+        )
+        return result
+
+
+def of_peer(
+    block: te.MoE, x: torch.Tensor, gradient: torch.Tensor, failures: dict[str, str]
+) -> tuple[dict[str, Callable[[], object]], list[torch.Tensor]]:
+    """Return the steps of Transformer Engine's block by recipe, and its parameters."""
+    found = peer()
+    if found is None:
+        return {}, []
+    bodies: dict[str, Callable[[], object]] = {}
+    theirs = PeerBlock(found.pytorch, block)
+    recipes = {name: getattr(found.recipe, kind.__name__)() for name, kind in RECIPES.items()}
+    for name, recipe in {"bf16": None, **recipes}.items():
+
+        def step(recipe: Any = recipe) -> None:
+            with found.pytorch.autocast(enabled=recipe is not None, recipe=recipe):
+                y = theirs(x)
+            y.backward(gradient)
+
+        def trial(step: Callable[[], None] = step) -> Callable[[], None]:
+            step()
+            torch.cuda.synchronize()
+            return step
+
+        body = attempt(f"block, Transformer Engine {name}", trial, failures)
+        if body is not None:
+            bodies[f"Transformer Engine {name}"] = body
+    return bodies, list(theirs.parameters())
+
+
 def events(
     bodies: dict[str, Callable[[], object]], tensors: list[torch.Tensor], rounds: int
 ) -> dict[str, float]:
@@ -269,7 +333,7 @@ def events(
     return {name: sorted(found)[len(found) // 2] for name, found in times.items()}
 
 
-def gpu_times(arguments: argparse.Namespace) -> list[dict[str, float]]:
+def gpu_times(arguments: argparse.Namespace, failures: dict[str, str]) -> list[dict[str, float]]:
     """Milliseconds of forward and backward, by recipe and for torch, for the experts and for the whole block."""
     dtype, device = torch.bfloat16, arguments.device
     torch.manual_seed(0)
@@ -282,7 +346,7 @@ def gpu_times(arguments: argparse.Namespace) -> list[dict[str, float]]:
         dtype=dtype,
         single_grouped_weight=True,
     )
-    return [expert_times(arguments, block), block_times(arguments, block)]
+    return [expert_times(arguments, block), block_times(arguments, block, failures)]
 
 
 def expert_times(arguments: argparse.Namespace, block: te.MoE) -> dict[str, float]:
@@ -311,7 +375,9 @@ def expert_times(arguments: argparse.Namespace, block: te.MoE) -> dict[str, floa
     return events(bodies, tensors, arguments.rounds)
 
 
-def block_times(arguments: argparse.Namespace, block: te.MoE) -> dict[str, float]:
+def block_times(
+    arguments: argparse.Namespace, block: te.MoE, failures: dict[str, str]
+) -> dict[str, float]:
     """Return the milliseconds of a whole block."""
     x = torch.randn(
         arguments.tokens, arguments.hidden, dtype=torch.bfloat16, device=arguments.device
@@ -330,7 +396,9 @@ def block_times(arguments: argparse.Namespace, block: te.MoE) -> dict[str, float
         "te_fast bf16": lambda: ours("bf16"),
     }
     bodies |= {f"te_fast {name}": lambda name=name: ours(name) for name in RECIPES}  # type: ignore[misc]
-    return events(bodies, [x, *block.parameters(), *theirs.parameters()], arguments.rounds)
+    others, parameters = of_peer(block, x, gradient, failures)
+    tensors = [x, *block.parameters(), *theirs.parameters(), *parameters]
+    return events(bodies | others, tensors, arguments.rounds)
 
 
 def main() -> int:
@@ -365,7 +433,7 @@ def main() -> int:
         }
     }
     if arguments.device.type == "cuda":
-        for what, gpu in zip(("experts", "block"), gpu_times(arguments), strict=True):
+        for what, gpu in zip(("experts", "block"), gpu_times(arguments, failures), strict=True):
             reference = gpu["torch._grouped_mm"]
             show(
                 f"GPU time of the {what}, forward + backward, {arguments.tokens} tokens x {arguments.topk}",

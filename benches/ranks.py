@@ -9,9 +9,10 @@ as many rounds as its share allows, 3 at least. Cases that find no time left are
 ``layers``: GPU time of forward and backward with sequence parallelism, in turn with Transformer Engine's layers, and
 the share of the collectives' own time that is hidden. The time without collectives is that of the same layer with
 collectives that do nothing. ``--connections 8`` lets te_fast move chunks beside the products. ``host``: the host time
-of 100 ``Linear(256)`` under delayed scaling, whose maxima are reduced over the ranks, over that of ``nn.Linear``.
-``scaling``: steps of DDP and FSDP2 in BF16 with layers of te_fast and of torch. ``weights``: up to 1,000 steps of FSDP2
-with FP8 weights and with BF16 weights: bytes that are gathered, peak memory, and what the steps leave in memory.
+of forward and backward of 100 ``Linear(256)`` under delayed scaling, whose maxima are reduced over the ranks, over that
+of ``nn.Linear``. ``scaling``: steps of DDP and FSDP2 in BF16 with layers of te_fast and of torch. ``weights``: up to
+1,000 steps of FSDP2 with FP8 weights and with BF16 weights: bytes that are gathered, peak memory, and what the steps
+leave in memory.
 """
 
 from __future__ import annotations
@@ -235,20 +236,29 @@ def measure_layer(
 
 
 def measure_host(arguments: argparse.Namespace, seconds: float) -> dict[str, float]:
-    """Host time of 100 small layers under delayed scaling, with the reduction of their maxima, over ``nn.Linear``."""
+    """Host time of forward and backward of 100 small layers in a chain, over ``nn.Linear``.
+
+    They train under delayed scaling, whose maxima are reduced at the end of the region.
+    """
     dtype, device = DTYPES[arguments.dtype], arguments.device
     x = torch.randn(16, 256, dtype=dtype, device=device)
     own = [te.Linear(256, 256, bias=False, params_dtype=dtype, device=device) for _ in range(100)]
     plain = [torch.nn.Linear(256, 256, bias=False, dtype=dtype, device=device) for _ in range(100)]
     recipe = RECIPES["delayed"]()
 
+    gradient = torch.randn_like(x)
+
     def run(layers: list[torch.nn.Module], region: Any) -> float:
+        for layer in layers:
+            layer.zero_grad(set_to_none=True)
         if device.type == "cuda":
             torch.cuda.synchronize()
         begin = time.perf_counter()
+        y = x
         with region():
             for layer in layers:
-                layer(x)
+                y = layer(y)
+        y.backward(gradient)
         return (time.perf_counter() - begin) * 1e6
 
     regions = {
