@@ -7,6 +7,9 @@ The long steps before training (imports, the model, its optimizer) and every tra
 done. With ``--seconds`` training ends when that much time has passed since the start, after 8 steps at least.
 For te_fast, te_fast_alias must be installed or on the path (``python/alias``); for Transformer Engine it must not.
 The bench measures megatron-core (model, DistributedDataParallel, distributed optimizer) on random tokens.
+
+``--save FOLDER --save-at 150`` writes a checkpoint in the middle of a run, and ``--load FOLDER`` goes on from one, which
+the other library may have written: model with its FP8 states, and the optimizer's state. One rank only.
 """
 
 from __future__ import annotations
@@ -42,6 +45,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--alias", action="store_true", help="install te_fast_alias from python/alias"
     )
+    parser.add_argument("--save", type=Path, help="folder of a checkpoint to write")
+    parser.add_argument("--save-at", type=int, default=150, help="step before which it is written")
+    parser.add_argument("--load", type=Path, help="folder of a checkpoint to go on from")
     parser.add_argument("--out", type=Path, help="JSON to write")
     return parser.parse_args()
 
@@ -154,6 +160,34 @@ def make_model(given: argparse.Namespace) -> tuple[Any, Any]:
     return wrapped, get_megatron_optimizer(options, [wrapped])
 
 
+def save(folder: Path, step: int, model: Any, optimizer: Any) -> None:
+    """Write a checkpoint."""
+    import torch
+
+    folder.mkdir(parents=True, exist_ok=True)
+    state = {
+        "step": step,
+        "model": model.module.state_dict(),
+        "optimizer": optimizer.state_dict(),
+    }
+    torch.save(state, folder / "state.pt")
+    optimizer.save_parameter_state(str(folder / "parameters.pt"))
+    say(f"saved before step {step}")
+
+
+def load(folder: Path, model: Any, optimizer: Any) -> int:
+    """Read a checkpoint; return its step."""
+    import torch
+
+    # Megatron-LM's optimizer state holds its own classes; the file is the bench's own.
+    state = torch.load(folder / "state.pt", weights_only=False, map_location="cuda")
+    model.module.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    optimizer.load_parameter_state(str(folder / "parameters.pt"))
+    say(f"loaded, step {state['step']}")
+    return int(state["step"])
+
+
 def train(given: argparse.Namespace, model: Any, optimizer: Any) -> tuple[list[float], list[float]]:
     """Return losses and the seconds of each step."""
     import torch
@@ -161,9 +195,12 @@ def train(given: argparse.Namespace, model: Any, optimizer: Any) -> tuple[list[f
 
     losses, seconds = [], []
     places = torch.arange(given.length, device="cuda").expand(given.batch, -1)
-    for step in range(given.steps):
-        if is_over(given, step):
+    first = 0 if given.load is None else load(given.load, model, optimizer)
+    for step in range(first, given.steps):
+        if is_over(given, step - first):
             break
+        if given.save is not None and step == given.save_at:
+            save(given.save, step, model, optimizer)
         generator = torch.Generator(device="cuda").manual_seed(step % 4)
         tokens = torch.randint(
             0, 32768, (given.batch, given.length + 1), device="cuda", generator=generator
