@@ -2,7 +2,8 @@
 //
 //   out[row(t, k)] = x[t], or zeros where the slot's probability is exactly 0       out_probs[row(t, k)] = probs[t, k]
 //   every row of out that no token fills (padding, the end of a larger buffer) is zero, its probability too
-//   with scales, out_scales[b, row(t, k)] = scales[b, t] for every block b of a row, 0 in every other place
+//   with numbers, numbers[row(t, k)] = t + 1, and 0 for a row of no token; block scales are gathered by these
+//   (moe/permute_scales.cu), since a scale that is written from here is a transaction of its own
 //   without x, out is int32 [rows] with the number of each row's token: t + 1, -(t + 1) where the slot's probability is
 //   exactly 0, and 0 for a row of no token; a cast gathers the rows by these (quantize/cast_groups.cu)
 //
@@ -11,9 +12,7 @@
 // Needs:  contiguous x [T, row_bytes] and out [rows, row_bytes], row_bytes even; row_bytes and rows < 2^31. Rows of a
 //         multiple of 16 bytes at 16-byte aligned addresses take the vector path. Destinations outside out are skipped
 //         and, in a map that this launch has made, removed.
-//         scales [scale_blocks, >= T] and out_scales [scale_blocks, out_scale_ld >= rows], in lines of scale_ld and
-//         out_scale_ld floats, are both null or both set.
-// Moves:  row_bytes (T + rows), 4 scale_blocks (T + rows), and the map.
+// Moves:  row_bytes (T + rows), 4 rows of numbers, and the map.
 
 #include "common/math.cuh"
 #include "common/ptx.cuh"
@@ -32,16 +31,11 @@ struct PermuteParams {
     uint8_t* out;
     const void* probs;  // null: none
     void* out_probs;
-    const float* scales;  // null: none
-    float* out_scales;
+    int32_t* numbers;  // null: none, as without x
     RowMap map;
     uint64_t row_bytes;
     ProbType prob_type;
     uint32_t behind_map;  // the launch before is the map, which has waited for all before it: x is complete
-    uint32_t scale_blocks;  // 0 without scales
-    uint32_t unused;
-    uint64_t scale_ld;
-    uint64_t out_scale_ld;
     MakeMapParams making;
 };
 static_assert(sizeof(PermuteParams) == kPermuteParamsBytes);
@@ -55,21 +49,15 @@ union PermuteShared {
     MapShared<Map> map;
 };
 
-__device__ inline void zero_scales(const PermuteParams& p, uint64_t place) {
-    for (uint32_t b = threadIdx.x; b < p.scale_blocks; b += kRowThreads) p.out_scales[b * p.out_scale_ld + place] = 0.0f;
-}
-
 __device__ inline void clear_gaps(const PermuteParams& p, uint32_t block, Gaps& gaps) {
     load_gaps(p.map, gaps);
-    if (block == 0) {
-        for (uint64_t place = p.map.rows; place < p.out_scale_ld; ++place) zero_scales(p, place);
-    }
     for (uint64_t i = block;; i += p.map.zero_blocks) {
         const uint64_t row = gap_row(p.map, gaps, i);
         if (row >= p.map.rows) return;
         zero_row<kRowThreads>(p.out + row * p.row_bytes, p.row_bytes);
-        zero_scales(p, row);
-        if (p.out_probs != nullptr && threadIdx.x == 0) store_prob(p.out_probs, row, p.prob_type, 0.0f);
+        if (threadIdx.x != 0) continue;
+        if (p.numbers != nullptr) p.numbers[row] = 0;
+        if (p.out_probs != nullptr) store_prob(p.out_probs, row, p.prob_type, 0.0f);
     }
 }
 
@@ -115,28 +103,15 @@ __device__ inline void load_words(const PermuteParams& p, uint64_t token, uint32
     }
 }
 
-// The scales of a token, in lines as GEMMs read them. Neighbours in a line come from other blocks; L2 joins their writes.
-__device__ inline void move_scales(const PermuteParams& p, const PermuteShared& shared, uint64_t token, int count,
-                                   float first) {
-    float scale = first;
-    for (uint32_t b = threadIdx.x; b < p.scale_blocks;) {
-        float* line = p.out_scales + b * p.out_scale_ld;
-#pragma unroll 1
-        for (int k = 0; k < count; ++k) {
-            if (shared.slots.row[k] >= 0) line[shared.slots.row[k]] = scale;
-        }
-        b += kRowThreads;
-        if (b < p.scale_blocks) scale = p.scales[b * p.scale_ld + token];
-    }
-}
-
-// Numbers instead of rows.
+// The token's number in each of its rows: with a sign instead of rows, without one beside them.
 __device__ inline void number_rows(const PermuteParams& p, const PermuteShared& shared, uint64_t token, int count) {
+    const bool beside = p.x != nullptr;
+    int32_t* numbers = beside ? p.numbers : reinterpret_cast<int32_t*>(p.out);
     const int32_t number = static_cast<int32_t>(token) + 1;
 #pragma unroll 1
     for (int k = threadIdx.x; k < count; k += kRowThreads) {
         const int32_t row = shared.slots.row[k];
-        if (row >= 0) reinterpret_cast<int32_t*>(p.out)[row] = shared.zero[k] ? -number : number;
+        if (row >= 0) numbers[row] = !beside && shared.zero[k] ? -number : number;
     }
 }
 
@@ -160,7 +135,6 @@ __device__ inline void permute_token(const PermuteParams& p, uint32_t block, Per
     const bool vectors = p.row_bytes % 16 == 0 && p.x != nullptr && is_aligned(p.x, 16) && is_aligned(p.out, 16);
     uint4 row[kVectors];
     if (vectors) load_words(p, token, 0, row);  // the slots arrive while the row does
-    const float scale = threadIdx.x < p.scale_blocks ? p.scales[threadIdx.x * p.scale_ld + token] : 0.0f;
     if (p.behind_map != 0) ptx::wait_for_prior_grids();
     const MoveProb move{p, token * p.map.slots(), shared.zero};
     const int count = find_slots<kRowThreads>(p.making, p.map, token, shared.slots, move);
@@ -175,10 +149,8 @@ __device__ inline void permute_token(const PermuteParams& p, uint32_t block, Per
         }
     } else if (p.x != nullptr) {
         move_elements(p, shared, token, count);
-    } else {
-        number_rows(p, shared, token, count);
     }
-    move_scales(p, shared, token, count, scale);
+    if (p.x == nullptr || p.numbers != nullptr) number_rows(p, shared, token, count);
     if (p.making.blocks == 0) return;
     strike_dropped<kRowThreads>(p.map, token, shared.slots, count);
     leave_map<kRowThreads>(p.making, block);

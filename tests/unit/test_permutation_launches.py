@@ -8,8 +8,10 @@ import torch
 import te_fast
 import te_fast.pytorch as te
 from permutation_reference import make_case
+from quantized_tensors import quantizer
 
 CASE = make_case(20, 6, 2, 32)
+FP8 = quantizer("1d")(CASE.x)
 IDS = torch.arange(40, dtype=torch.int32).view(20, 2) % 6
 
 
@@ -31,6 +33,7 @@ def into_fp8(rows):
         (lambda: pad(128), ["permute_fwd"]),
         (lambda: into_fp8(128), ["permute_cast_f32_e4m3"]),
         (lambda: te.moe_permute(CASE.x, IDS, 40, map_type="index"), ["permute_map", "permute_fwd"]),
+        (lambda: te.moe_permute(FP8, CASE.mask, 40), ["permute_fwd", "permute_scales"]),
     ],
 )
 def test_launches(call, kernels):

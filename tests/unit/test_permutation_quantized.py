@@ -6,6 +6,7 @@ import torch
 import te_fast.pytorch as te
 from quantized_tensors import layout, parts, quantizer
 from te_fast.common.recipe import Float8CurrentScaling
+from te_fast.runtime import native
 
 TOKENS, HIDDEN, EXPERTS = 24, 256, 4
 KINDS = ("delayed", "current", "1d")
@@ -65,6 +66,33 @@ def test_rows_are_permuted_as_they_are(kind, count, requires_grad):
         out.backward(gradient)
         expected = torch.zeros(count, HIDDEN).index_add_(0, tokens, gradient.float())
         assert torch.allclose(q.grad.float(), expected, rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("missing", [-7, 6])
+def test_rows_are_dropped_or_left_over(kind, missing):
+    mask = routing()
+    x, q = rows(kind)
+    capacity = int(mask.sum()) - missing
+    out, _ = te.moe_permute(q, mask, capacity)
+    tokens = torch.full((capacity,), -1)
+    there = order(mask)[:capacity]
+    tokens[: len(there)] = there
+    check(out, x, kind, tokens)
+
+
+@pytest.mark.parametrize("tokens", [0, TOKENS])
+@pytest.mark.parametrize("capacity", [0, 5])
+@pytest.mark.parametrize("hidden", [2, 16640])
+def test_rows_of_no_token_have_scales_of_zero(tokens, capacity, hidden):
+    data, mask = torch.ones(tokens, hidden // 2).bfloat16(), torch.zeros(tokens, EXPERTS).bool()
+    scales = torch.ones(-(-hidden // 128), tokens)
+    for _ in range(2):  # the second time, scratch memory holds what the first call left
+        out, *_, permuted = native.moe_permute(data, mask, None, capacity, 0, False, True, scales)
+        assert permuted.shape == (len(scales), -(-capacity // 4) * 4)
+        assert out.shape == (capacity, hidden // 2)
+        assert out.eq(0).all()
+        assert permuted.eq(0).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -323,7 +323,15 @@ constants! {
         /// Size of `PermuteCastParams`.
         PERMUTE_CAST_PARAMS_BYTES: usize = 288;
         /// Size of `PermuteParams`.
-        PERMUTE_PARAMS_BYTES: usize = 272;
+        PERMUTE_PARAMS_BYTES: usize = 240;
+        /// Threads of a block that gathers scales.
+        SCALE_THREADS: u32 = 512;
+        /// Rows whose scales one of its threads gathers at once.
+        SCALE_ROWS: usize = 8;
+        /// Lines of scales that a block gathers.
+        SCALE_LINES: usize = 2;
+        /// Size of `PermuteScalesParams`.
+        PERMUTE_SCALES_PARAMS_BYTES: usize = 56;
         /// Size of `PermuteDroppedParams`.
         PERMUTE_DROPPED_PARAMS_BYTES: usize = 24;
         /// Size of `PadRowsParams`.

@@ -256,6 +256,7 @@ images! {
     Handover = "quantize/handover",
     PermuteMap = "moe/permute_map",
     Permute = "moe/permute",
+    PermuteScales = "moe/permute_scales",
     PermuteCast = "moe/permute_cast",
     PermuteMerge = "moe/permute_merge",
     Router = "moe/router",
@@ -344,6 +345,8 @@ kernels! {
     PermuteDropped() "permute_dropped" in PermuteMap;
     /// MoE permutation of rows.
     PermuteFwd() "permute_fwd" in Permute;
+    /// Block scales of permuted rows, by the rows' numbers.
+    PermuteScales() "permute_scales" in PermuteScales;
     /// MoE permutation of rows into FP8.
     PermuteCast(Float, Fp8) "permute_cast" in PermuteCast;
     /// Gathers and sums permuted rows.
@@ -472,6 +475,7 @@ impl KernelId {
                 | Image::Handover
                 | Image::PermuteMap
                 | Image::Permute
+                | Image::PermuteScales
                 | Image::PermuteCast
                 | Image::PermuteMerge
                 | Image::Router

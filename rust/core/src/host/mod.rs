@@ -24,6 +24,7 @@ pub(crate) mod permute;
 pub(crate) mod permute_cast;
 pub(crate) mod permute_map;
 pub(crate) mod permute_merge;
+pub(crate) mod permute_scales;
 pub(crate) mod rope;
 pub(crate) mod router;
 pub(crate) mod rows;

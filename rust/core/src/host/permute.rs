@@ -150,15 +150,12 @@ pub(crate) fn run(p: &PermuteParams<'_>, id: KernelId) -> Result<()> {
     let map = HostMap::new(&p.map);
     let bytes = p.row_bytes as usize;
     let (x, out) = (p.x.slice::<u8>(map.tokens * bytes), p.out.slice_mut::<u8>(map.rows * bytes));
-    let (blocks, line) = (p.scale_blocks as usize, p.out_scale_ld as usize);
-    let scales = p.scales.slice::<f32>(blocks * p.scale_ld as usize);
-    let out_scales = p.out_scales.slice_mut::<f32>(blocks * line);
-    let behind = if blocks == 0 { 0..0 } else { map.rows..line };
-    for place in map.gaps().filter(|_| blocks != 0).chain(behind) {
-        (0..blocks).for_each(|block| out_scales[block * line + place] = 0.0);
-    }
+    let numbers = p.numbers.slice_mut::<i32>(map.rows);
     for row in map.gaps() {
         out[row * bytes..][..bytes].fill(0);
+        if let Some(number) = numbers.get_mut(row) {
+            *number = 0;
+        }
         if !p.out_probs.is_null() {
             store_prob(p.out_probs, row, p.prob_type, 0.0);
         }
@@ -172,10 +169,12 @@ pub(crate) fn run(p: &PermuteParams<'_>, id: KernelId) -> Result<()> {
                 copy_prob(p.probs, from, p.out_probs, row, p.prob_type);
                 zero = is_zero_prob(p.probs, from, p.prob_type);
             }
-            (0..blocks).for_each(|block| out_scales[block * line + row] = scales[block * p.scale_ld as usize + token]);
+            let number = token as i32 + 1;
+            if let Some(beside) = numbers.get_mut(row) {
+                *beside = number;
+            }
             let to = &mut out[row * bytes..][..bytes];
             if p.x.is_null() {
-                let number = token as i32 + 1;
                 to.copy_from_slice(&if zero { -number } else { number }.to_ne_bytes());
                 continue;
             }

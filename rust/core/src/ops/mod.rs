@@ -24,6 +24,7 @@ pub mod permute;
 pub mod permute_cast;
 pub mod permute_map;
 pub mod permute_merge;
+pub mod permute_scales;
 pub mod rope;
 pub mod route;
 pub mod router;

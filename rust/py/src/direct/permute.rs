@@ -9,9 +9,10 @@ use te_fast_core::base::tensor::TensorView;
 use te_fast_core::gemm::grouped::BLOCK;
 use te_fast_core::launch::target::Target;
 use te_fast_core::ops::cast_block::{BlockShape, scale_shape};
-use te_fast_core::ops::permute::{PermutePlan, PermutePointers, ScaleLines};
+use te_fast_core::ops::permute::{PermutePlan, PermutePointers};
 use te_fast_core::ops::permute_map::{EndsPlan, Making, MapPlan, MapPointers, MapSpec, STATE_BYTES, read_dropped};
 use te_fast_core::ops::permute_merge::{UnpermuteBwdPointers, UnpermutePlan, UnpermutePointers};
+use te_fast_core::ops::permute_scales::{PermuteScalesPlan, PermuteScalesPointers, ScaleLines};
 use te_fast_core::ops::row_map::{Layout, MapBuffers, MapShape, Prob};
 use te_fast_core::runtime::lane::Workspace;
 
@@ -27,20 +28,39 @@ use crate::torch::reader::view_of;
 struct Scales<'a, 'py> {
     given: TensorView<'a>,
     out: Bound<'py, PyAny>,
-    lines: ScaleLines,
+    plan: PermuteScalesPlan,
 }
 
 impl<'a, 'py> Scales<'a, 'py> {
     /// Reads f32 `(blocks, at least tokens)`; the permuted lines are as long as GEMMs read them.
-    fn new(call: &DirectCall<'_, 'py>, scales: &'a Input<'_, 'py>, rows: usize) -> PyResult<Self> {
+    fn new(call: &DirectCall<'_, 'py>, scales: &'a Input<'_, 'py>, shape: MapShape) -> PyResult<Self> {
         let given = scales.view(call.state)?;
         call.same_device(&given, "scales")?;
         call.dtype(&given, "scales", DType::F32)?;
-        let (blocks, in_line) = call.matrix(&given, "scales")?;
-        let [_, out_line] = scale_shape(BlockShape::OneDimensional, rows, blocks * BLOCK);
-        let out = call.empty(&[blocks as i64, out_line as i64], DType::F32)?;
-        Ok(Self { given, out, lines: ScaleLines { blocks, in_line, out_line } })
+        let (lines, in_line) = call.matrix(&given, "scales")?;
+        let [_, out_line] = scale_shape(BlockShape::OneDimensional, shape.rows, lines * BLOCK);
+        let plan = PermuteScalesPlan::new(shape, ScaleLines { lines, in_line, out_line }).python()?;
+        let out = call.empty(&[lines as i64, out_line as i64], DType::F32)?;
+        Ok(Self { given, out, plan })
     }
+}
+
+/// Bytes of the numbers by which scales are gathered; none without scales.
+fn number_bytes(scales: Option<&Scales<'_, '_>>) -> usize {
+    scales.map_or(0, |scales| scales.plan.number_bytes())
+}
+
+/// Rows permuted and, if there are scales, numbered in `numbers`, by which the scales then go to `out_scales`.
+fn run_permutation(
+    target: &mut Target<'_>,
+    (plan, at): (&PermutePlan, &PermutePointers<DevPtr<'_>>),
+    (map, making): (&MapBuffers<'_>, &Making<'_>),
+    scales: Option<(&Scales<'_, '_>, DevPtr<'_>)>,
+    numbers: DevPtr<'_>,
+) -> te_fast_core::Result<()> {
+    let Some((scales, out)) = scales else { return plan.run(target, at, map, making) };
+    plan.run(target, &PermutePointers { numbers, ..*at }, map, making)?;
+    scales.plan.run(target, &PermuteScalesPointers { scales: scales.given.data(), numbers, out })
 }
 
 /// Map and permutation in one call: (out, `permuted_probs`, `row_id_map`, `pad_offsets`, `padded_counts`, ends, permuted
@@ -64,23 +84,19 @@ pub(crate) fn moe_permute<'py>(
     let scales = Input::optional(state, scales, "scales")?;
     let call = DirectCall::new(state, py, op, views.x.device())?;
     let route = Route::new(&call, &views, RouteSpec { rows, align, index })?;
-    let scales = scales.as_ref().map(|scales| Scales::new(&call, scales, rows)).transpose()?;
+    let scales = scales.as_ref().map(|scales| Scales::new(&call, scales, route.shape)).transpose()?;
     let plan = PermutePlan::new(route.shape, route.cols * route.float.size(), route.prob).python()?;
-    let plan = plan.with_scales(scales.as_ref().map(|scales| scales.lines)).python()?;
     let permuted = Permuted::new(&call, &route, route.float.into(), Wanted { pads: align > 0, ends: keep_ends })?;
     let outputs = map_outputs(&call, &views.routing, &permuted.map)?;
     let (out, out_probs) = (call.pointer(Some(&permuted.out))?, call.pointer(permuted.probs.as_ref())?);
-    let at = PermutePointers {
-        x: views.x.data(),
-        out,
-        probs: views.probs(),
-        out_probs,
-        scales: scales.as_ref().map_or(DevPtr::null(), |scales| scales.given.data()),
-        out_scales: call.pointer(scales.as_ref().map(|scales| &scales.out))?,
-    };
-    call.with_counters(STATE_BYTES, route.scratch_bytes(), |lane| {
+    let at = PermutePointers { x: views.x.data(), out, probs: views.probs(), out_probs, ..PermutePointers::default() };
+    let out_scales = call.pointer(scales.as_ref().map(|scales| &scales.out))?;
+    let of_map = route.scratch_bytes();
+    call.with_counters(STATE_BYTES, of_map + number_bytes(scales.as_ref()), |lane| {
         let (making, map) = route.making(&mut lane.target, &outputs, lane.workspace)?;
-        plan.run(&mut lane.target, &at, &map, &making)
+        let numbers = lane.workspace.scratch.offset(of_map);
+        let scales = scales.as_ref().map(|scales| (scales, out_scales));
+        run_permutation(&mut lane.target, (&plan, &at), (&map, &making), scales, numbers)
     })?;
     let (map, scales) = (permuted.map, scales.as_ref().map(|scales| scales.out.clone()));
     (permuted.out, permuted.probs, map.row_id_map, map.pad_offsets, map.padded_counts, map.ends, scales)
@@ -176,9 +192,8 @@ pub(crate) fn moe_apply<'py>(
     let prob = call.probs(probs_view.as_ref(), tokens, shape.slots())?;
     let pads_view = pads.as_ref().map(|pads| pads.view(state)).transpose()?;
     let pad_offsets = pads_of(&call, pads_view.as_ref(), &shape)?;
-    let scales = scales.as_ref().map(|scales| Scales::new(&call, scales, rows)).transpose()?;
+    let scales = scales.as_ref().map(|scales| Scales::new(&call, scales, shape)).transpose()?;
     let plan = PermutePlan::new(shape, cols * float.size(), prob).python()?;
-    let plan = plan.with_scales(scales.as_ref().map(|scales| scales.lines)).python()?;
     let counted = CountedEnds::new(&call, &shape, ends)?;
     let out = call.empty(&[rows as i64, cols as i64], float.into())?;
     let out_probs = prob.map(|prob| call.empty(&[rows as i64], prob.into())).transpose()?;
@@ -187,12 +202,15 @@ pub(crate) fn moe_apply<'py>(
         out: call.pointer(Some(&out))?,
         probs: probs_view.map_or(DevPtr::null(), |view| view.data()),
         out_probs: call.pointer(out_probs.as_ref())?,
-        scales: scales.as_ref().map_or(DevPtr::null(), |scales| scales.given.data()),
-        out_scales: call.pointer(scales.as_ref().map(|scales| &scales.out))?,
+        ..PermutePointers::default()
     };
-    call.run(counted.bytes(), |target, scratch| {
+    let out_scales = call.pointer(scales.as_ref().map(|scales| &scales.out))?;
+    let of_ends = counted.bytes(); // of whole i32, as the numbers are
+    call.run(of_ends + number_bytes(scales.as_ref()), |target, scratch| {
         let map = counted.count(target, map.data(), pad_offsets, scratch)?;
-        plan.run(target, &at, &map, &Making::default())
+        let numbers = scratch.offset(of_ends);
+        let scales = scales.as_ref().map(|scales| (scales, out_scales));
+        run_permutation(target, (&plan, &at), (&map, &Making::default()), scales, numbers)
     })?;
     (out, out_probs, scales.as_ref().map(|scales| scales.out.clone())).into_pyobject(py)
 }
