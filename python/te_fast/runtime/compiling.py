@@ -18,6 +18,9 @@ is_any_autocast_enabled = getattr(torch._C, "_is_any_autocast_enabled", lambda: 
 CAN_COMPILE = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
 def is_in_graph() -> bool:
     """Tell whether this code is traced. Older releases break the graph at a native call, and run it."""
     return CAN_COMPILE and is_compiling()
@@ -25,17 +28,16 @@ def is_in_graph() -> bool:
 
 def is_traced(x: Any) -> bool:
     """Tell whether a call is traced, by the tensor's own tracer or one that watches all operators."""
-    if is_in_graph():
+    if CAN_COMPILE and is_compiling():
         return True
+    if type(x) in _PLAIN and not torch._C._len_torch_dispatch_stack():
+        return False
     fake = sys.modules.get("torch._subclasses.fake_tensor")
     if fake is not None and isinstance(x, fake.FakeTensor):
         return True
     if not torch._C._len_torch_dispatch_stack():  # all modes, including those of tracers
         return False
     return any(torch._C._get_dispatch_mode(key) is not None for key in _TRACERS)
-
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def is_watched(x: Any) -> bool:

@@ -501,7 +501,7 @@ impl<'a, 'py> Call<'a, 'py> {
                 (ready, Some(param))
             } else {
                 let former = if skippable { None } else { recycle(weight, (place, capturing))? };
-                let made = make_weight(py, state, &self.params[param], record, former)?;
+                let made = make_weight(state, weight, &self.params[param], record, former)?;
                 (Arc::new(made), Some(param))
             };
             let quantized = Some(quantized);

@@ -137,6 +137,8 @@ pub(crate) struct WeightHandle {
     /// Memory of kept weights that captured graphs read, by address, since replays come when other weights may be kept.
     pub(crate) read_by_graphs: GraphMemory<(usize, Py<PyAny>)>,
     pub(crate) slots: Option<OpSlots>,
+    /// torch's weak reference to the storage of the weight that was quantised last.
+    pub(crate) storage: Option<Py<PyAny>>,
     /// Its member in launches that quantise all weights.
     pub(crate) joining: Option<Joining>,
     /// The last weights that compiled calls have quantised into their memory.
@@ -162,6 +164,7 @@ impl WeightHandle {
             cache: WeightCache::default(),
             read_by_graphs: GraphMemory::default(),
             slots: None,
+            storage: None,
             joining: None,
             traced: None,
             waiting: VecDeque::new(),

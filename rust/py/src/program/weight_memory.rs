@@ -13,6 +13,7 @@ use te_fast_core::quant::weight::WeightRecord;
 use te_fast_core::runtime::lane::Place;
 
 use crate::error::Failure;
+use crate::program::weight::WeightHandle;
 use crate::torch::process::State;
 use crate::torch::reader::Held;
 
@@ -92,15 +93,32 @@ pub(crate) fn share_with(py: Python<'_>, kept: &CachedWeight, place: Place, writ
 
 /// Buffers for a quantised weight (those of `former` if it has no other owner), and the storage of the original weight.
 pub(crate) fn make_weight(
-    py: Python<'_>,
     state: &State,
+    handle: &Bound<'_, WeightHandle>,
     parameter: &Bound<'_, PyAny>,
     record: WeightRecord,
     former: Former<WeightMemory>,
 ) -> Result<CachedWeight, Failure> {
+    let storage = storage_of(state, handle, parameter)?;
+    Ok(make_weight_of_storage(handle.py(), state, storage, record, former)?)
+}
+
+/// torch's weak reference to the storage of a weight: that of an earlier call, or a new one, whose class is Python's and
+/// costs microseconds. As long as a reference exists, no other storage has its number.
+fn storage_of(state: &State, handle: &Bound<'_, WeightHandle>, parameter: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
+    let py = handle.py();
     let storage = parameter.call_method0(intern!(py, "untyped_storage"))?;
-    let storage = state.torch.storage_weak_ref.bind(py).call1((storage,))?.unbind();
-    Ok(make_weight_of_storage(py, state, storage, record, former)?)
+    let number = storage.getattr(intern!(py, "_cdata"))?;
+    let known = handle.try_borrow()?.storage.as_ref().map(|known| known.clone_ref(py));
+    if let Some(known) = known
+        && known.bind(py).getattr(&state.torch.names.cdata)?.eq(number)?
+    {
+        return Ok(known);
+    }
+    let made = state.torch.storage_weak_ref.bind(py).call1((storage,))?.unbind();
+    let former = handle.try_borrow_mut()?.storage.replace(made.clone_ref(py));
+    drop(former);
+    Ok(made)
 }
 
 /// The same with torch's weak reference to that storage.

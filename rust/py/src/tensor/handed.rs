@@ -320,7 +320,7 @@ impl<'py> Made<'py> {
         let made = classes.make_wrapper_subclass.bind(py).call1(arguments)?;
         let row_scale =
             if self.is_table { state.torch.in_storage_of(&self.row_scale, &[1], 0)? } else { self.row_scale };
-        let value = QuantizedValue::of_call(py, self.kind, (self.row, row_scale), self.col);
+        let value = QuantizedValue::of_call(self.kind, (self.row, row_scale), self.col);
         let attributes = instance_dict(&made)?;
         attributes.set_item(intern!(py, "_value"), Bound::new(py, value)?)?;
         attributes.set_item(intern!(py, "_quantizer"), quantizer)?;

@@ -393,7 +393,6 @@ impl QuantizedValue {
 
     /// A value that a call has made: bytes and scales of its row layout and of its column layout, with equal values.
     pub(crate) fn of_call<'py>(
-        py: Python<'py>,
         kind: QuantizedKind,
         (row, row_scale): (Bound<'py, PyAny>, Bound<'py, PyAny>),
         col: Option<(Bound<'py, PyAny>, Option<Bound<'py, PyAny>>)>,
@@ -406,7 +405,10 @@ impl QuantizedValue {
         let col = col.map_or_else(Layout::default, |(data, scale)| layout(data, scale));
         let row = layout(row, Some(row_scale));
         let value = Self { block: kind.block, fp8: kind.dtype, groups: 1, row, col, keeps_col: true };
-        value.agree(py);
+        if value.col.data.is_some() {
+            // torch counts no write to new memory yet.
+            value.col.content.agree(&value.row.content, [Some(0), Some(0)]);
+        }
         value
     }
 
