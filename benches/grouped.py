@@ -405,6 +405,7 @@ def main() -> int:
     """Measure, print, write; 1 when the bar of host time is passed on CUDA."""
     parser = options(__doc__)
     parser.add_argument("--features", type=int, default=512, help="sides of a weight, host time")
+    parser.add_argument("--host-only", action="store_true", help="no GPU time")
     for name, default in (
         ("tokens", 4096),
         ("hidden", 7168),
@@ -432,7 +433,7 @@ def main() -> int:
             for count, found in times.items()
         }
     }
-    if arguments.device.type == "cuda":
+    if arguments.device.type == "cuda" and not arguments.host_only:
         for what, gpu in zip(("experts", "block"), gpu_times(arguments, failures), strict=True):
             reference = gpu["torch._grouped_mm"]
             show(

@@ -53,7 +53,9 @@ __all__ = [
     "device_facts",
     "gemm",
     "grouped_gemm",
+    "grouped_layer_call",
     "grouped_layer_forward",
+    "grouped_layer_straight",
     "install_hooks",
     "install_tensors",
     "instance_method",
@@ -559,6 +561,10 @@ def install_hooks(
     dummy_wgrad: Any,
     forget_maximum: Any,
 ) -> None: ...
+def grouped_layer_call(module: Any, *arguments: Any, **keywords: Any) -> Any: ...
+def grouped_layer_straight(
+    module: Any, inp: Any, counts: Any, is_first_microbatch: Any = None, /
+) -> Any: ...
 def grouped_layer_forward(
     module: Any,
     inp: Any,

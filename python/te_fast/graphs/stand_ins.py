@@ -108,6 +108,7 @@ def _register() -> None:
     for native_entry, stand_in in (
         (native.layer_call, _call_layer),
         (native.program_module_call, _call_module),
+        (native.grouped_layer_call, _call_module),
         (native.layer_forward, _layer_forward),
         (native.are_called_plainly, _are_called_plainly),
     ):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from te_fast import _config
 from te_fast.errors import (
     ArgumentError,
     DeviceError,
@@ -29,8 +30,9 @@ from te_fast.layers.parameters import (
     refuse,
 )
 from te_fast.layers.parts import PartedLayer, concatenate
-from te_fast.ops.expert_loop import ExpertLoop, Experts, is_needed, read_counts
+from te_fast.ops.expert_loop import ExpertLoop, Experts, is_needed, read_counts, takes
 from te_fast.runtime import native
+from te_fast.runtime.calls import grouped_layer_call_method
 from te_fast.runtime.capturing import is_graph_capturing
 from te_fast.runtime.collectives import set_tensor_model_parallel_attributes
 from te_fast.runtime.compiling import is_traced
@@ -219,6 +221,8 @@ class GroupedLinear(PartedLayer):
         self.single_grouped_bias = bool(single_grouped_bias and bias)
         self.use_grouped_tensor = use_grouped_tensor
         self._splits_on_device: OrderedDict[Any, torch.Tensor] = OrderedDict()
+        #: The GPU on which one launch serves all experts, as the last call of :meth:`forward` found.
+        self._one_launch_on: int | None = None
         options = options_of(params_dtype, device, self.name)
         self._make_parameters(options)
         self._make_native()
@@ -509,6 +513,9 @@ class GroupedLinear(PartedLayer):
 
     # Forward -------------------------------------------------------------------------------------
 
+    # `layer(x, counts)` enters here, without the cost of nn.Module.__call__ if there are no hooks.
+    __call__ = grouped_layer_call_method
+
     def forward(
         self,
         inp: torch.Tensor,
@@ -550,21 +557,35 @@ class GroupedLinear(PartedLayer):
         """
         if not isinstance(inp, torch.Tensor):
             check_input(self, inp, "in_features", self.in_features, torch.device("cpu"))
+        traced = is_traced(inp)
+        if not traced and out is None and dgrad_out is None:
+            y: Any = native.grouped_layer_straight(self, inp, m_splits, is_first_microbatch)
+            if y is not None:
+                return y
         if is_needed(inp, self.in_features, self.out_features):
             given = out is not None or dgrad_out is not None
             refuse(self.name, {"out or dgrad_out of experts that run one by one": given})
             return self._with_biases(self._looped(inp, m_splits, is_first_microbatch))
-        traced = is_traced(inp)
+        if not traced:
+            self._note_one_launch(inp)
         splits = self._splits_in_graph(m_splits, inp) if traced else self._splits(m_splits, inp)
         buffers = None
         if out is not None or dgrad_out is not None:
             buffers = self._memory_of_caller(inp, out, dgrad_out)
-        y: Any = None
+        y = None
         if not traced:
             y = native.grouped_layer_forward(self, inp, splits, is_first_microbatch, buffers)
         if y is None:
             y = self._general(inp, splits, is_first_microbatch, buffers)
         return self._with_biases(y) if self.return_bias else y
+
+    _called_forward = forward
+
+    def _note_one_launch(self, inp: torch.Tensor) -> None:
+        """Let later calls on the GPU of the input go to the native side at once."""
+        seen = _config.EXPERT_LOOP or _config.DEBUG or inp.device.type != "cuda"
+        if not seen and takes(inp.dtype, self.in_features, self.out_features):
+            self._one_launch_on = inp.device.index
 
     def _with_biases(self, y: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, Any]:
         if not self.return_bias:

@@ -43,16 +43,16 @@ def is_needed(x: torch.Tensor, *lines: int) -> bool:
     override = getattr(recipe, "backward_override", None)
     if override == "dequantized":
         return True
-    if x.device.type != "cuda" or _is_taken(x.dtype, lines):
+    if x.device.type != "cuda" or takes(x.dtype, *lines):
         return False
     if recipe is not None and override is None:  # all products are of FP8 operands
         return False
     in_autocast = torch.is_autocast_enabled("cuda")
-    return not (in_autocast and _is_taken(torch.get_autocast_dtype("cuda"), lines))
+    return not (in_autocast and takes(torch.get_autocast_dtype("cuda"), *lines))
 
 
-def _is_taken(dtype: torch.dtype, lines: Sequence[int]) -> bool:
-    """Tell whether one launch multiplies operands of a type as they are."""
+def takes(dtype: torch.dtype, *lines: int) -> bool:
+    """Tell whether one launch multiplies operands of a type and with lines of these lengths as they are."""
     return dtype.itemsize == 2 and all(line % 8 == 0 for line in lines)
 
 

@@ -37,6 +37,18 @@ layer_call_method: Callable[..., Any] = (
 )
 
 
+def _grouped_layer_call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    return native.grouped_layer_call(self, *args, **kwargs)
+
+
+#: The same of a layer of experts.
+grouped_layer_call_method: Callable[..., Any] = (
+    native.instance_method(native.grouped_layer_call)
+    if _DYNAMO_TAKES_BUILTINS
+    else _grouped_layer_call
+)
+
+
 def _program_call(self: Any, *args: Any, **kwargs: Any) -> Any:
     return native.program_module_call(self, *args, **kwargs)
 

@@ -77,7 +77,9 @@ mod _native {
     #[pymodule_export]
     use crate::hooks::install_hooks;
     #[pymodule_export]
-    use crate::layer::call::{grouped_layer_forward, layer_call, layer_forward};
+    use crate::layer::call::{
+        grouped_layer_call, grouped_layer_forward, grouped_layer_straight, layer_call, layer_forward,
+    };
     #[pymodule_export]
     use crate::layer::module::{are_as_found, are_called_plainly};
     #[pymodule_export]

@@ -4,11 +4,13 @@
 use pyo3::exceptions::{PyAttributeError, PyRuntimeError, PyTypeError};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PyDict, PyTuple};
+use pyo3::types::{PyBool, PyDict, PyDictMethods, PyTuple};
 
+use te_fast_core::base::dtype::{DType, Device};
 use te_fast_core::launch::trace::CLOCK;
+use te_fast_core::recipe::definition::BackwardOverride;
 
-use crate::layer::module::{Argument, PlainCall, is_native, module_call, truth};
+use crate::layer::module::{Argument, PlainCall, can_skip_module_call, is_native, module_call, truth};
 use crate::program::asked::InFp8;
 use crate::program::buffers::Buffers;
 use crate::program::entry::{apply, in_region_of_last_forward};
@@ -16,7 +18,7 @@ use crate::program::forward::Call;
 use crate::program::handle::{OutsideFp8, ProgramHandle};
 use crate::program::parts::{Joined, present};
 use crate::program::tensors::Tensors;
-use crate::torch::process::{State, state};
+use crate::torch::process::{State, TensorKind, state};
 use crate::torch::reader::instance_dict;
 
 /// `layer(x)`: equivalent to `nn.Module.__call__`, without its cost if there is no hook and no override. Other keywords
@@ -86,6 +88,78 @@ pub(crate) fn grouped_layer_forward<'py>(
     in_region_of_last_forward(state, program, || {
         straight(state, module, program, (inp, extras, buffers), (is_first_microbatch, InFp8::default()))
     })
+}
+
+/// `layer(x, counts)` of a layer of experts: equivalent to `nn.Module.__call__`, without its cost if there is no hook and
+/// no override.
+#[pyfunction]
+#[pyo3(signature = (module, *arguments, **keywords))]
+pub(crate) fn grouped_layer_call<'py>(
+    module: &Bound<'py, PyAny>,
+    arguments: &Bound<'py, PyTuple>,
+    keywords: Option<&Bound<'py, PyDict>>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let py = module.py();
+    let state = state(py)?;
+    let attributes = instance_dict(module)?;
+    let inp = arguments.get_item(0).ok().filter(|inp| state.torch.kind_of(inp) != TensorKind::None);
+    if let Some(inp) = inp
+        && can_skip_module_call(module, state, &attributes)?
+    {
+        if let (2, None) = (arguments.len(), keywords)
+            && let Some(y) = grouped_straight(state, (module, &attributes), (&inp, &arguments.get_item(1)?), None)?
+        {
+            return Ok(y);
+        }
+        return module.getattr(intern!(py, "forward"))?.call(arguments, keywords);
+    }
+    let all: Vec<_> = std::iter::once(module.clone()).chain(arguments.iter()).collect();
+    let keywords = keywords.map_or_else(|| Ok(PyDict::new(py)), PyDictMethods::copy)?;
+    state.torch.call_module(&PyTuple::new(py, all)?, &keywords)
+}
+
+/// The same without a module's call: the result of a plain call in `forward`, or None for Python to go on.
+#[pyfunction]
+#[pyo3(signature = (module, inp, counts, is_first_microbatch=None, /))]
+pub(crate) fn grouped_layer_straight<'py>(
+    module: &Bound<'py, PyAny>,
+    inp: &Bound<'py, PyAny>,
+    counts: &Bound<'py, PyAny>,
+    is_first_microbatch: Option<bool>,
+) -> PyResult<Option<Bound<'py, PyAny>>> {
+    let state = state(module.py())?;
+    grouped_straight(state, (module, &instance_dict(module)?), (inp, counts), is_first_microbatch)
+}
+
+/// A call on tensors of 16 bits and int64 counts on the GPU where an earlier call found that one launch serves all experts
+/// (`_one_launch_on`, its number). None for others, and where Python must report something.
+fn grouped_straight<'py>(
+    state: &State,
+    (module, attributes): (&Bound<'py, PyAny>, &Bound<'py, PyDict>),
+    (inp, counts): (&Bound<'py, PyAny>, &Bound<'py, PyAny>),
+    is_first_microbatch: Option<bool>,
+) -> PyResult<Option<Bound<'py, PyAny>>> {
+    let py = module.py();
+    let entry = |name| attributes.get_item(name);
+    let Some(known) = entry(intern!(py, "_one_launch_on"))?.filter(|known| !known.is_none()) else { return Ok(None) };
+    if !state.torch.is_plain(inp)
+        || !state.torch.is_plain(counts)
+        || entry(intern!(py, "return_bias"))?.is_none_or(|returns| !returns.is(PyBool::new(py, false)))
+    {
+        return Ok(None);
+    }
+    let (Some(x), Some(rows)) = (state.reader.read(inp)?, state.reader.read(counts)?) else { return Ok(None) };
+    let experts = entry(intern!(py, "num_gemms"))?.map_or(Ok(0), |experts| experts.extract::<i64>())?;
+    let fits = x.device() == Device::Cuda(known.extract()?)
+        && x.dtype().size() == 2
+        && (rows.device(), rows.dtype()) == (x.device(), DType::I64)
+        && rows.shape() == [experts]
+        && rows.is_contiguous();
+    let region = *state.dispatcher(py)?.0.autocast.current();
+    if !fits || (region.enabled && region.recipe.backward_override == BackwardOverride::Dequantized) {
+        return Ok(None);
+    }
+    grouped_layer_forward(module, inp, counts, is_first_microbatch, None)
 }
 
 /// Runs the layer's program, or `_forward_general` if the call cannot take the straight path.

@@ -34,7 +34,7 @@ use crate::program::handle::{ProgramHandle, PyProgram, Shapes, Tuples};
 use crate::program::parts::Joined;
 use crate::program::tensors::{Flags, Objects, Tensors, float, requires_grad, same, typed, typed_extras};
 use crate::program::together::{self, Source};
-use crate::program::weight::{OpSlots, WeightHandle, recycle, reusable};
+use crate::program::weight::{OpSlots, WeightHandle, recycle, reusable, storage_of};
 use crate::program::weight_memory::{CachedWeight, for_backward, make_weight, weight_buffer};
 use crate::tensor::given::GivenWeight;
 use crate::tensor::handed::{Made, Stamp};
@@ -501,7 +501,8 @@ impl<'a, 'py> Call<'a, 'py> {
                 (ready, Some(param))
             } else {
                 let former = if skippable { None } else { recycle(weight, (place, capturing))? };
-                let made = make_weight(state, weight, &self.params[param], record, former)?;
+                let storage = storage_of(state, weight, &self.params[param])?;
+                let made = make_weight(py, state, storage, record, former)?;
                 (Arc::new(made), Some(param))
             };
             let quantized = Some(quantized);

@@ -24,9 +24,7 @@ use crate::hooks::hooks;
 use crate::program::member::{Alive, Joining, Member};
 use crate::program::parts::Joined;
 use crate::program::weight::{OpSlots, WeightHandle, recycle};
-use crate::program::weight_memory::{
-    CachedWeight, WeightMemory, is_gone, make_weight_of_storage, share_with, weight_buffer,
-};
+use crate::program::weight_memory::{CachedWeight, WeightMemory, is_gone, make_weight, share_with, weight_buffer};
 use crate::torch::process::State;
 use crate::torch::reader::instance_dict;
 
@@ -168,7 +166,7 @@ fn launch(
     for due in &due {
         let former = recycle(&due.alive.handle, (kind.place, false))?;
         let storage = due.storage.clone_ref(py);
-        match make_weight_of_storage(py, state, storage, due.record, former) {
+        match make_weight(py, state, storage, due.record, former) {
             Ok(weight) => made.push(Arc::new(weight)),
             Err(error) if is_out_of_memory(py, &error) => {
                 drop(made);

@@ -4,6 +4,7 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
+use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 use pyo3::{PyTraverseError, PyVisit};
@@ -295,6 +296,28 @@ pub(crate) fn reusable(
         share_with(py, &kept, place, writer)?;
     }
     Ok(Some(kept))
+}
+
+/// torch's weak reference to the storage of a weight: that of an earlier call, or a new one, whose class is Python's and
+/// costs microseconds. As long as a reference exists, no other storage has its number.
+pub(crate) fn storage_of(
+    state: &State,
+    handle: &Bound<'_, WeightHandle>,
+    parameter: &Bound<'_, PyAny>,
+) -> PyResult<Py<PyAny>> {
+    let py = handle.py();
+    let storage = parameter.call_method0(intern!(py, "untyped_storage"))?;
+    let number = storage.getattr(intern!(py, "_cdata"))?;
+    let known = handle.try_borrow()?.storage.as_ref().map(|known| known.clone_ref(py));
+    if let Some(known) = known
+        && known.bind(py).getattr(&state.torch.names.cdata)?.eq(number)?
+    {
+        return Ok(known);
+    }
+    let made = state.torch.storage_weak_ref.bind(py).call1((storage,))?.unbind();
+    let former = handle.try_borrow_mut()?.storage.replace(made.clone_ref(py));
+    drop(former);
+    Ok(made)
 }
 
 /// Keeps a weight's memory alive as long as the graph under capture on `stream`. If the weight is quantised again in

@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 
-use pyo3::intern;
 use pyo3::prelude::*;
 use te_fast_core::base::dtype::Device;
 use te_fast_core::base::pointer::DevPtr;
@@ -13,7 +12,6 @@ use te_fast_core::quant::weight::WeightRecord;
 use te_fast_core::runtime::lane::Place;
 
 use crate::error::Failure;
-use crate::program::weight::WeightHandle;
 use crate::torch::process::State;
 use crate::torch::reader::Held;
 
@@ -91,38 +89,9 @@ pub(crate) fn share_with(py: Python<'_>, kept: &CachedWeight, place: Place, writ
     Ok(())
 }
 
-/// Buffers for a quantised weight (those of `former` if it has no other owner), and the storage of the original weight.
+/// Buffers for a quantised weight (those of `former` if it has no other owner), with torch's weak reference to the storage
+/// of the original weight.
 pub(crate) fn make_weight(
-    state: &State,
-    handle: &Bound<'_, WeightHandle>,
-    parameter: &Bound<'_, PyAny>,
-    record: WeightRecord,
-    former: Former<WeightMemory>,
-) -> Result<CachedWeight, Failure> {
-    let storage = storage_of(state, handle, parameter)?;
-    Ok(make_weight_of_storage(handle.py(), state, storage, record, former)?)
-}
-
-/// torch's weak reference to the storage of a weight: that of an earlier call, or a new one, whose class is Python's and
-/// costs microseconds. As long as a reference exists, no other storage has its number.
-fn storage_of(state: &State, handle: &Bound<'_, WeightHandle>, parameter: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
-    let py = handle.py();
-    let storage = parameter.call_method0(intern!(py, "untyped_storage"))?;
-    let number = storage.getattr(intern!(py, "_cdata"))?;
-    let known = handle.try_borrow()?.storage.as_ref().map(|known| known.clone_ref(py));
-    if let Some(known) = known
-        && known.bind(py).getattr(&state.torch.names.cdata)?.eq(number)?
-    {
-        return Ok(known);
-    }
-    let made = state.torch.storage_weak_ref.bind(py).call1((storage,))?.unbind();
-    let former = handle.try_borrow_mut()?.storage.replace(made.clone_ref(py));
-    drop(former);
-    Ok(made)
-}
-
-/// The same with torch's weak reference to that storage.
-pub(crate) fn make_weight_of_storage(
     py: Python<'_>,
     state: &State,
     storage: Py<PyAny>,

@@ -406,8 +406,7 @@ impl QuantizedValue {
         let row = layout(row, Some(row_scale));
         let value = Self { block: kind.block, fp8: kind.dtype, groups: 1, row, col, keeps_col: true };
         if value.col.data.is_some() {
-            // torch counts no write to new memory yet.
-            value.col.content.agree(&value.row.content, [Some(0), Some(0)]);
+            value.col.content.agree(&value.row.content, [Some(0), Some(0)]); // versions of new memory
         }
         value
     }
