@@ -8,8 +8,8 @@ done. With ``--seconds`` training ends when that much time has passed since the 
 For te_fast, te_fast_alias must be installed or on the path (``python/alias``); for Transformer Engine it must not.
 The bench measures megatron-core (model, DistributedDataParallel, distributed optimizer) on random tokens.
 
-``--save FOLDER --save-at 150`` writes a checkpoint in the middle of a run, and ``--load FOLDER`` goes on from one, which
-the other library may have written: model with its FP8 states, and the optimizer's state. One rank only.
+``--save FOLDER --save-at 150`` writes a checkpoint in the middle of a run, and ``--load FOLDER`` goes on from one,
+which the other library may have written: the model with its FP8 states, and the optimizer's state. One rank only.
 """
 
 from __future__ import annotations
