@@ -170,5 +170,13 @@ def test_casts_of_master_weights(libraries, group, recipe, start):
         given = ([layer.weight], [copy.deepcopy(master)], [start or 0], group)
         utils.cast_master_weights_to_fp8(*given)
         utils.post_all_gather_processing([layer.weight])
-        results.append(contents(layer.weight))
+        found = contents(layer.weight)
+        if start is not None:
+            # Of the bytes of other ranks nobody knows anything before they are gathered.
+            found = {name: part for name, part in found.items() if "scale" in name} | {
+                name: part.view(-1)[start : start + len(master)]
+                for name, part in found.items()
+                if name in {"_data", "_rowwise_data"}
+            }
+        results.append(found)
     check(*results)

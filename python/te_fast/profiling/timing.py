@@ -12,6 +12,7 @@ import platform
 import statistics
 import sys
 import time
+from collections import deque
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
@@ -85,6 +86,8 @@ def interleave(
 ) -> dict[str, Timing]:
     """Time every body in turn, ``rounds`` times a burst of ``calls`` calls.
 
+    Each round begins with another body: a burst finds the caches as the one before it has left them.
+
     Parameters
     ----------
     bodies
@@ -104,10 +107,12 @@ def interleave(
         for name, body in bodies.items():
             _burst(body, calls, device, region[name])
             _burst(body, calls, device, region[name])
+        names = deque(bodies)
         for _ in range(rounds):
-            for name, body in bodies.items():
-                samples[name].append(_burst(body, calls, device, region[name]))
+            for name in names:
+                samples[name].append(_burst(bodies[name], calls, device, region[name]))
             gc.collect(0)
+            names.rotate(-1)
     wait(device)
     return {name: _summary(values) for name, values in samples.items()}
 
