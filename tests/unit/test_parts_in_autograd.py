@@ -1,10 +1,13 @@
 """Parameters in parts, as torch's autograd sees them: gradients, hooks, retained graphs, edges that are left out."""
 
+import weakref
+
 import pytest
 import torch
 
 import te_fast.pytorch as te
-from te_fast.common.recipe import Float8BlockScaling
+from te_fast import dispatch
+from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from te_fast.pytorch import ops
 
 EXPERTS, ROWS, SIZE = 4, 16, 32
@@ -311,3 +314,64 @@ def test_data_parallelism_of_torch_waits_for_no_part(one_rank):
             y = model(x, COUNTS)
         y.backward(dy)
     assert all(map(torch.equal, _into(layer, fuse=True), [3 * sums for sums in wanted]))
+
+
+def _turned(layer):
+    """Lay the weights in one buffer in reverse order, as Megatron-LM's buffers do."""
+    weights = _weights(layer)
+    buffer = torch.empty(len(weights), *weights[0].shape, dtype=weights[0].dtype)
+    for weight, place in zip(weights, reversed(buffer.unbind()), strict=True):
+        place.copy_(weight.data)
+        weight.data = place
+    return layer
+
+
+@pytest.mark.parametrize("recipe", [DelayedScaling, Float8CurrentScaling, Float8BlockScaling])
+def test_a_copy_of_parts_is_gone_after_forward(recipe, monkeypatch):
+    copies, join = [], torch.cat
+
+    def seen(*arguments, **options):
+        whole = join(*arguments, **options)
+        copies.append(weakref.ref(whole))
+        return whole
+
+    plain, turned = (_layer(fuse=False) for _ in range(2))
+    turned.load_state_dict(plain.state_dict())
+    _turned(turned)
+    found = []
+    for layer in (plain, turned):
+        x = _operands()[0].requires_grad_()
+        monkeypatch.setattr(torch, "cat", seen)
+        with te.autocast(recipe=recipe()):
+            y = layer(x, COUNTS)
+        monkeypatch.undo()
+        assert [copy() for copy in copies] == ([] if layer is plain else [None])
+        y.sum().backward()
+        found.append([y, x.grad, *(weight.grad for weight in _weights(layer))])
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("recipe", [DelayedScaling, Float8CurrentScaling, Float8BlockScaling])
+def test_copies_of_parts_are_quantised_once_for_all_microbatches(recipe):
+    layer = _turned(_layer(fuse=False))
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    launches = []
+    for _ in range(2):
+        for first in (True, False, False):
+            x = _operands()[0].requires_grad_()
+            with dispatch.record() as recorder, te.autocast(recipe=recipe()):
+                y = layer(x, COUNTS, is_first_microbatch=first)
+            launches.append(len(list(recorder)))
+            y.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    first, later, *_ = launches
+    assert later < first
+    assert launches == [first, later, later] * 2
+    # Who does not say when the weights change may have given a part other memory.
+    x = _operands()[0].requires_grad_()
+    with torch.no_grad():
+        _weights(layer)[2].data = torch.zeros_like(_weights(layer)[2])
+    with te.autocast(recipe=recipe()):
+        y = layer(x, COUNTS)
+    assert y[2 * ROWS : 3 * ROWS].eq(0).all()

@@ -198,6 +198,17 @@ def test_a_norm_reads_the_values(kind, recipe, monkeypatch):
     same(found, plain)
 
 
+@pytest.mark.parametrize("kind", ["delayed", "current", "1d"])
+@pytest.mark.parametrize("cls", [te.Linear, te.LayerNormLinear, te.LayerNormMLP])
+def test_outside_of_fp8_a_column_layout_alone_is_read(cls, kind):
+    x = torch.randn(32, 128).bfloat16()
+    q = quantizer(kind, rowwise=False)(x)
+    layer = cls(128, 64, params_dtype=torch.bfloat16, device="cpu")
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad):
+            assert torch.equal(layer(q), layer(q.dequantize()))
+
+
 @pytest.mark.parametrize("kind", [te.Linear, te.LayerNormLinear, te.LayerNormMLP])
 def test_outside_of_fp8_the_values_are_read(kind):
     torch.manual_seed(3)

@@ -221,8 +221,6 @@ class GroupedLinear(PartedLayer):
         self.single_grouped_bias = bool(single_grouped_bias and bias)
         self.use_grouped_tensor = use_grouped_tensor
         self._splits_on_device: OrderedDict[Any, torch.Tensor] = OrderedDict()
-        #: The GPU on which one launch serves all experts, as the last call of :meth:`forward` found.
-        self._one_launch_on: int | None = None
         options = options_of(params_dtype, device, self.name)
         self._make_parameters(options)
         self._make_native()
@@ -266,6 +264,8 @@ class GroupedLinear(PartedLayer):
     def _make_native(self) -> None:
         super()._make_native()
         self.__dict__["_loop"] = None
+        # The GPU on which one launch serves all experts, as the last call of `forward` found in this process.
+        self.__dict__["_one_launch_on"] = None
         self._handles["weight"].save_original_input = self.__dict__.get(
             "_save_original_input", False
         )
@@ -585,7 +585,7 @@ class GroupedLinear(PartedLayer):
         """Let later calls on the GPU of the input go to the native side at once."""
         seen = _config.EXPERT_LOOP or _config.DEBUG or inp.device.type != "cuda"
         if not seen and takes(inp.dtype, self.in_features, self.out_features):
-            self._one_launch_on = inp.device.index
+            self.__dict__["_one_launch_on"] = inp.device.index
 
     def _with_biases(self, y: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, Any]:
         if not self.return_bias:

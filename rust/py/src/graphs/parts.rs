@@ -104,7 +104,7 @@ fn plain<'py>(state: &State, parts: &[Bound<'py, PyAny>]) -> Result<Bound<'py, P
     if let [one] = parts {
         return Ok(one.clone());
     }
-    Ok(join(state, parts, &mut SmallVec::new(), |_| Ok(true))?.ok_or_else(unfit)?.0)
+    Ok(join(state, parts, &mut SmallVec::new(), |_, _| Ok(true))?.ok_or_else(unfit)?.0)
 }
 
 #[cold]

@@ -228,6 +228,10 @@ fn straight<'py>(
     }
     CLOCK.start();
     let Ok(tensors) = Tensors::read(state, input, extras, &params) else { return Ok(None) };
+    // Outside of FP8, Python dequantises what kernels cannot read.
+    if !region.enabled && tensors.handed(state, py).is_err() {
+        return Ok(None);
+    }
     if !tensors.are_of_one_kind(program.try_borrow()?.chain.input_cols())
         || (joined.is_some() && lacks_rows(state, &tensors, py)?)
     {

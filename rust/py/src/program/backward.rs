@@ -47,7 +47,7 @@ pub(crate) struct ProgramSaved {
     pub(crate) weights: Mutex<CallWeights>,
     /// Shapes of the extra inputs.
     pub(crate) extra_shapes: SmallVec<[SmallVec<[i64; 4]>; 2]>,
-    /// The parameters, for their `main_grad` and to see whether they were changed since.
+    /// The parameters, for their `main_grad` and to see whether they were changed since; None for a copy of parts.
     pub(crate) params: SmallVec<[Py<PyAny>; 6]>,
     /// The parts of joined parameters.
     pub(crate) joined: Option<Py<Joined>>,

@@ -243,6 +243,10 @@ pub(crate) fn kept<'py>(call: &Call<'_, 'py>, done: &mut Done<'py>) -> PyResult<
     let Call { state, handle: program, extras, microbatch, .. } = *call;
     let py = program.py();
     let delayed = done.weights.iter().any(|weight| weight.slots.is_some());
+    let kept_param = |(index, param): (usize, &Bound<'py, PyAny>)| match &call.joined {
+        Some(joined) if joined.get().is_copied(index) => py.None(),
+        _ => param.clone().unbind(),
+    };
     let extra_shapes = extras
         .iter()
         .map(|extra| Ok(view_of(&state.reader, extra, "an extra input").python()?.shape().into()))
@@ -254,7 +258,7 @@ pub(crate) fn kept<'py>(call: &Call<'_, 'py>, done: &mut Done<'py>) -> PyResult<
         shapes: Arc::clone(&done.shapes),
         weights: std::mem::take(&mut done.weights).into(),
         extra_shapes,
-        params: call.params.iter().map(|param| param.clone().unbind()).collect(),
+        params: call.params.iter().enumerate().map(kept_param).collect(),
         joined: call.joined.as_ref().map(|joined| joined.clone().unbind()),
         buffers: call.buffers.as_ref().map(|buffers| buffers.clone().unbind()),
         overwrite_main_grad: microbatch == Microbatch::First && !done.skippable,
@@ -289,7 +293,7 @@ pub(crate) fn program_autograd_forward<'py>(
         None => program.try_borrow()?.chain.params(),
     };
     let params: Objects<'py> = match &joined {
-        Some(joined) => joined.get().wholes(py),
+        Some(joined) => joined.get().take_wholes(py),
         None => arguments.iter().skip(1).take(given).collect(),
     };
     let extras: Objects<'py> = arguments.iter().take(count - OTHERS).skip(1 + given).collect();

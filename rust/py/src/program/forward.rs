@@ -178,7 +178,7 @@ impl<'a, 'py> Call<'a, 'py> {
     /// The same with parameters that are joined from parts.
     #[inline]
     pub(crate) fn of_parts(mut self, joined: Option<Bound<'py, Joined>>) -> Self {
-        self.version = joined.as_ref().map_or(self.version, |joined| Some(joined.get().version()));
+        self.version = joined.as_ref().map_or(self.version, |joined| Some(joined.get().version(self.microbatch)));
         self.joined = joined;
         self
     }
@@ -462,9 +462,10 @@ impl<'a, 'py> Call<'a, 'py> {
                 list.push(Prepared { given: Some(layouts), slots, replay, ..Prepared::high_precision(version) });
                 continue;
             }
+            let copied = self.joined.as_ref().and_then(|joined| joined.get().copied(param));
             let record = WeightRecord {
                 token: WeightToken {
-                    address: tensors.origin(param),
+                    address: copied.map_or_else(|| tensors.origin(param), |(place, _)| place),
                     version: self.version.or(version),
                     dtype: view.dtype(),
                 },
@@ -501,7 +502,8 @@ impl<'a, 'py> Call<'a, 'py> {
                 (ready, Some(param))
             } else {
                 let former = if skippable { None } else { recycle(weight, (place, capturing))? };
-                let storage = storage_of(state, weight, &self.params[param])?;
+                let parameter = copied.map_or(&self.params[param], |(_, first)| first.bind(py));
+                let storage = storage_of(state, weight, parameter)?;
                 let made = make_weight(py, state, storage, record, former)?;
                 (Arc::new(made), Some(param))
             };
@@ -707,6 +709,7 @@ impl<'a, 'py> Call<'a, 'py> {
                 }
                 if let Some(cast) = cast
                     && tensors.is_in_place(param)
+                    && !self.joined.as_ref().is_some_and(|joined| joined.get().is_copied(param))
                     && (self.version.is_none() || self.joined.is_some())
                 {
                     let joined = self.joined.as_ref().map(Bound::get);

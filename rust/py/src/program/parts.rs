@@ -1,6 +1,7 @@
 //! Parameters in several parts along dimension 0: autograd sees the parts, a program reads the whole.
 
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::intern;
@@ -8,6 +9,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyList;
 use pyo3::{PyTraverseError, PyVisit};
 use smallvec::SmallVec;
+use te_fast_core::quant::weight::Microbatch;
 
 use crate::program::handle::ProgramHandle;
 use crate::program::observed::LoneEdge;
@@ -21,8 +23,8 @@ use crate::torch::process::State;
 #[pyclass(module = "te_fast._native", frozen)]
 #[derive(Debug)]
 pub(crate) struct Joined {
-    /// The whole parameters for the program. A whole needs a gradient if a part does.
-    wholes: SmallVec<[Py<PyAny>; 4]>,
+    /// The whole parameters for the program, until its forward has run. A whole needs a gradient if a part does.
+    wholes: Mutex<SmallVec<[Py<PyAny>; 4]>>,
     /// The parts; a parameter in one piece is its own part.
     parts: SmallVec<[Py<PyAny>; 8]>,
     /// Whether each part of a joined parameter needed a gradient in forward; false for a parameter in one piece. Behind the
@@ -43,8 +45,8 @@ pub(crate) struct Share {
     role: Role,
     /// The part that autograd gets for all parts, if nothing observes the others; none if autograd gets all.
     pub(crate) edge: Option<usize>,
-    /// Whether the whole is a copy.
-    copied: bool,
+    /// If the whole is a copy: a number of the places of its parts.
+    copied: Option<usize>,
     count: usize,
 }
 
@@ -74,7 +76,10 @@ impl Share {
 impl Joined {
     #[expect(clippy::needless_pass_by_value, reason = "what PyO3 calls with")]
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
-        self.wholes.iter().chain(&self.parts).try_for_each(|tensor| visit.call(tensor))
+        if let Ok(wholes) = self.wholes.try_lock() {
+            wholes.iter().try_for_each(|whole| visit.call(whole))?;
+        }
+        self.parts.iter().try_for_each(|part| visit.call(part))
     }
 }
 
@@ -102,10 +107,11 @@ impl Joined {
                 continue;
             }
             pass.begin(share, has_grads);
-            let Some((whole, copied)) = join(state, own, &mut share.rows, |part| pass.read(part))? else {
+            let Some((whole, copied)) = join(state, own, &mut share.rows, |part, address| pass.read(part, address))?
+            else {
                 return Ok(None);
             };
-            share.copied = copied;
+            share.copied = copied.then_some(pass.places);
             share.edge = pass.edge.take().and_then(LoneEdge::found);
             if pass.has_trained {
                 whole.setattr(intern!(py, "requires_grad"), true)?;
@@ -113,20 +119,36 @@ impl Joined {
             wholes.push(whole);
         }
         let Pass { trained, version, .. } = pass;
-        let copied = shares.iter().any(|share| share.is_weight() && share.copied);
         let joined = Self {
-            wholes: wholes.iter().map(|whole| whole.clone().unbind()).collect(),
+            wholes: Mutex::new(wholes.iter().map(|whole| whole.clone().unbind()).collect()),
             parts: parts.into_iter().map(Bound::unbind).collect(),
             trained,
             shares,
-            version: if copied { version_of_copy() } else { version },
+            version,
         };
         Ok(Some((Bound::new(py, joined)?, wholes)))
     }
 
-    /// The whole parameters for the program.
-    pub(crate) fn wholes<'py>(&self, py: Python<'py>) -> Objects<'py> {
-        self.wholes.iter().map(|whole| whole.bind(py).clone()).collect()
+    /// Hands the whole parameters to the forward of the program. They are not kept: a copy of parts that are not adjacent
+    /// is as large as the weight, and backward reads it only where it was saved for it.
+    pub(crate) fn take_wholes<'py>(&self, py: Python<'py>) -> Objects<'py> {
+        let wholes = std::mem::take(&mut *self.wholes.lock().unwrap_or_else(PoisonError::into_inner));
+        wholes.into_iter().map(|whole| whole.into_bound(py)).collect()
+    }
+
+    /// If a whole parameter is a copy of its parts, a number of their places, and the first of them.
+    pub(crate) fn copied(&self, param: usize) -> Option<(usize, &Py<PyAny>)> {
+        let place = self.shares.get(param)?.copied?;
+        self.shares().nth(param).and_then(|(_, parts, _)| Some((place, parts.first()?)))
+    }
+
+    /// Whether a whole parameter is a copy of its parts.
+    pub(crate) fn is_copied(&self, param: usize) -> bool {
+        self.shares.get(param).is_some_and(|share| share.copied.is_some())
+    }
+
+    fn has_copied_weights(&self) -> bool {
+        self.shares.iter().any(|share| share.is_weight() && share.copied.is_some())
     }
 
     /// The parts that autograd gets, in order.
@@ -142,9 +164,10 @@ impl Joined {
         self.shares.iter().map(|share| share.edge.map_or(share.count, |_| 1)).sum()
     }
 
-    /// Version of the whole weights.
-    pub(crate) fn version(&self) -> u64 {
-        self.version
+    /// Version of the whole weights. A copy has one of its own, unless the caller says when the weights change: the parts
+    /// may have got other memory, of which only the places are known.
+    pub(crate) fn version(&self, microbatch: Microbatch) -> u64 {
+        if microbatch == Microbatch::Unknown && self.has_copied_weights() { version_of_copy() } else { self.version }
     }
 
     /// Whether a part needs a gradient.
@@ -164,7 +187,7 @@ impl Joined {
 
     /// Whether a part of a weight that was read without a copy has changed since.
     pub(crate) fn was_changed(&self, state: &State, py: Python<'_>) -> PyResult<bool> {
-        if self.shares.iter().any(|share| share.is_weight() && share.copied) {
+        if self.has_copied_weights() {
             return Ok(false);
         }
         let mut version = Some(0);
@@ -223,7 +246,7 @@ fn gathered<'py>(
             false => Role::Other,
         };
         let (is_split, count) = (!param.parts.is_empty(), param.names().len());
-        shares.push(Share { rows, is_split, role, edge: None, copied: false, count });
+        shares.push(Share { rows, is_split, role, edge: None, copied: None, count });
     }
     Ok(Some((parts, shares)))
 }
@@ -239,24 +262,37 @@ struct Pass<'a> {
     fuses: bool,
     has_trained: bool,
     edge: Option<LoneEdge>,
+    /// A number of the addresses of its parts.
+    places: usize,
 }
 
 impl<'a> Pass<'a> {
     fn new(state: &'a State, parts: usize) -> Self {
         let trained = Flags::with_capacity(parts);
-        Self { state, trained, version: 0, from: 0, is_weight: false, fuses: false, has_trained: false, edge: None }
+        Self {
+            state,
+            trained,
+            version: 0,
+            from: 0,
+            is_weight: false,
+            fuses: false,
+            has_trained: false,
+            edge: None,
+            places: 0,
+        }
     }
 
     /// Begins with a parameter of several parts.
     fn begin(&mut self, share: &Share, has_grads: bool) {
-        (self.from, self.has_trained) = (self.trained.len(), false);
+        (self.from, self.has_trained, self.places) = (self.trained.len(), false, 0);
         (self.is_weight, self.fuses) = (share.is_weight(), share.fuses());
         self.edge = (self.fuses && has_grads).then(LoneEdge::default);
     }
 
     /// Reads a part; false if it has no version.
     #[inline]
-    fn read(&mut self, part: &Bound<'_, PyAny>) -> PyResult<bool> {
+    fn read(&mut self, part: &Bound<'_, PyAny>, address: usize) -> PyResult<bool> {
+        self.places = self.places.rotate_left(7) ^ address;
         let Some(version) = version_of(self.state, part)? else { return Ok(false) };
         if self.is_weight {
             self.version += version;
@@ -297,17 +333,17 @@ fn version_of(state: &State, part: &Bound<'_, PyAny>) -> PyResult<Option<u64>> {
 }
 
 /// The parts as one tensor, if they are adjacent in one storage, else a copy (true); none if they do not fit each
-/// other, or if `note`, which sees each of them, says so.
+/// other, or if `note`, which sees each of them and its address, says so.
 pub(crate) fn join<'py>(
     state: &State,
     parts: &[Bound<'py, PyAny>],
     rows: &mut SmallVec<[i64; 4]>,
-    mut note: impl FnMut(&Bound<'py, PyAny>) -> PyResult<bool>,
+    mut note: impl FnMut(&Bound<'py, PyAny>, usize) -> PyResult<bool>,
 ) -> PyResult<Option<(Bound<'py, PyAny>, bool)>> {
     let py = parts[0].py();
     if let Some(value) = given(state, &parts[0]) {
         for part in parts {
-            if !note(part)? {
+            if !note(part, 0)? {
                 return Ok(None);
             }
         }
@@ -326,7 +362,7 @@ pub(crate) fn join<'py>(
         rows.push(view.shape()[0]);
         adjacent &= view.is_contiguous() && view.data().address() == end;
         end = view.data().address() + view.numel() * view.dtype().size();
-        if !note(part)? {
+        if !note(part, view.data().address())? {
             return Ok(None);
         }
     }
