@@ -581,3 +581,10 @@ def test_parameters_are_in_transformer_engines_order(options, expected):
     with te.quantized_model_init(recipe=te_fast.common.recipe.Float8CurrentScaling()):
         layer = te.GroupedLinear(2, 16, 16, device="cpu", **options)
     assert [name for name, _ in layer.named_parameters()] == expected
+
+
+def test_the_gpu_of_a_former_call_does_not_travel():
+    layer = te.GroupedLinear(2, 32, 32, device="cpu")
+    layer.__dict__["_one_launch_on"] = 0
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert other.__dict__["_one_launch_on"] is None
