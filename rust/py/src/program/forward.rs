@@ -503,8 +503,7 @@ impl<'a, 'py> Call<'a, 'py> {
             } else {
                 let former = if skippable { None } else { recycle(weight, (place, capturing))? };
                 let parameter = copied.map_or(&self.params[param], |(_, first)| first.bind(py));
-                let storage = storage_of(state, weight, parameter)?;
-                let made = make_weight(py, state, storage, record, former)?;
+                let made = make_weight(py, state, storage_of(state, weight, parameter)?, record, former)?;
                 (Arc::new(made), Some(param))
             };
             let quantized = Some(quantized);
@@ -709,8 +708,7 @@ impl<'a, 'py> Call<'a, 'py> {
                 }
                 if let Some(cast) = cast
                     && tensors.is_in_place(param)
-                    && !self.joined.as_ref().is_some_and(|joined| joined.get().is_copied(param))
-                    && (self.version.is_none() || self.joined.is_some())
+                    && self.joined.as_ref().map_or(self.version.is_none(), |joined| !joined.get().is_copied(param))
                 {
                     let joined = self.joined.as_ref().map(Bound::get);
                     let source = Source { param: &self.params[param], index: param, joined };
