@@ -67,16 +67,6 @@ BOUNDS = {
 CASES = list(itertools.product(parity.cases(), parity.recipes()))
 
 
-@pytest.fixture(scope="module")
-def theirs():
-    library = parity.installed()
-    if library is None:
-        pytest.skip("Transformer Engine is not installed")
-    if not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
-    return library
-
-
 @pytest.mark.parametrize(("case", "recipe"), CASES)
 def test_differences_are_within_their_bounds(theirs, case, recipe):
     x = torch.empty(parity.ROWS, parity.COLS, dtype=torch.bfloat16, device="cuda")

@@ -26,13 +26,8 @@ ROWS, COLS = 256, 384
 
 
 @pytest.fixture(scope="module")
-def libraries():
-    library = parity.installed()
-    if library is None:
-        pytest.skip("Transformer Engine is not installed")
-    if not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
-    return parity.own(), library
+def libraries(theirs):
+    return parity.own(), theirs
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +65,8 @@ def contents(tensor):
             if tensor._is_2D_scaled:
                 length = -(-(rows + cols - length) // 128)
             part = part[:, :length]
-        found[name] = (
-            part.detach().clone().view(-1, part.shape[-1]) if part.dim() else part.detach().clone()
-        )
+        rows_of = (-1, part.shape[-1]) if part.dim() else ()
+        found[name] = part.detach().clone().view(rows_of)
     return found
 
 
@@ -107,10 +101,6 @@ def values(case):
 @pytest.mark.parametrize("case", ["random", "zeros", "small", "large", "infinite"])
 def test_casts(libraries, kind, fmt, dtype, case):
     x = values(case).to(dtype)
-    if kind == "delayed" and case == "infinite":
-        pytest.skip(
-            "Inf under a given scale: E4M3 of the two libraries saturates as the hardware does; see test_cast"
-        )
     for usage in ((True, True), (True, False)):
         made = [
             quantizer(each, kind, fmt, rowwise=usage[0], columnwise=usage[1])(x)
@@ -118,7 +108,7 @@ def test_casts(libraries, kind, fmt, dtype, case):
         ]
         check(*map(contents, made))
         plain = [each.dequantize() for each in made]
-        assert torch.equal(plain[0].float(), plain[1].float()) or case == "infinite"
+        torch.testing.assert_close(*plain, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def made(library, recipe, init):

@@ -583,8 +583,9 @@ class GroupedLinear(PartedLayer):
 
     def _note_one_launch(self, inp: torch.Tensor) -> None:
         """Let later calls on the GPU of the input go to the native side at once."""
-        seen = _config.EXPERT_LOOP or _config.DEBUG or inp.device.type != "cuda"
-        if not seen and takes(inp.dtype, self.in_features, self.out_features):
+        if _config.EXPERT_LOOP or _config.DEBUG:  # both must see each call
+            return
+        if inp.device.type == "cuda" and takes(inp.dtype, self.in_features, self.out_features):
             self.__dict__["_one_launch_on"] = inp.device.index
 
     def _with_biases(self, y: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, Any]:

@@ -17,7 +17,6 @@ is_any_autocast_enabled = getattr(torch._C, "_is_any_autocast_enabled", lambda: 
 #: The first release of torch whose traces read attributes of native objects.
 CAN_COMPILE = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
 
-
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -28,7 +27,7 @@ def is_in_graph() -> bool:
 
 def is_traced(x: Any) -> bool:
     """Tell whether a call is traced, by the tensor's own tracer or one that watches all operators."""
-    if CAN_COMPILE and is_compiling():
+    if is_in_graph():
         return True
     if type(x) in _PLAIN and not torch._C._len_torch_dispatch_stack():
         return False
@@ -41,10 +40,8 @@ def is_traced(x: Any) -> bool:
 
 
 def is_watched(x: Any) -> bool:
-    """Tell whether a call is traced, as :func:`is_traced`: faster for plain tensors, and before torch 2.8, too."""
-    return is_compiling() or (
-        (type(x) not in _PLAIN or torch._C._len_torch_dispatch_stack() != 0) and is_traced(x)
-    )
+    """Tell whether a call is traced, as :func:`is_traced`, before torch 2.8, too."""
+    return is_compiling() or is_traced(x)
 
 
 def is_unseen(*tensors: torch.Tensor) -> bool:

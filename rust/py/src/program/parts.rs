@@ -144,7 +144,7 @@ impl Joined {
 
     /// Whether a whole parameter is a copy of its parts.
     pub(crate) fn is_copied(&self, param: usize) -> bool {
-        self.shares.get(param).is_some_and(|share| share.copied.is_some())
+        self.copied(param).is_some()
     }
 
     fn has_copied_weights(&self) -> bool {
