@@ -10,6 +10,11 @@ The bench measures megatron-core (model, DistributedDataParallel, distributed op
 
 ``--save FOLDER --save-at 150`` writes a checkpoint in the middle of a run, and ``--load FOLDER`` goes on from one,
 which the other library may have written: the model with its FP8 states, and the optimizer's state. One rank only.
+
+``--graphs`` trains with Megatron-LM's CUDA graphs of each layer (its ``--cuda-graph-impl``), which are made when its
+own training loop makes them. ``transformer_engine``: the library's ``make_graphed_callables``, after 3 steps; of layers
+with experts it captures attention, router and the preparation of the exchange. ``local``: Megatron-LM's own graphs, at
+the end of the first step; dense models only. Both are made before the steps that count.
 """
 
 from __future__ import annotations
@@ -49,7 +54,28 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--save-at", type=int, default=150, help="step before which it is written")
     parser.add_argument("--load", type=Path, help="folder of a checkpoint to go on from")
     parser.add_argument("--out", type=Path, help="JSON to write")
-    return parser.parse_args()
+    parser.add_argument(
+        "--graphs", choices=("local", "transformer_engine"), help="CUDA graphs of each layer"
+    )
+    given = parser.parse_args()
+    check_graphs(parser, given)
+    return given
+
+
+def check_graphs(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+    """Refuse graphs that Megatron-LM would refuse or fail to capture, before the time of GPUs is spent."""
+    if given.graphs == "local" and given.experts:
+        parser.error(
+            "--graphs local with --experts: Megatron-LM would capture whole layers of this model, but the shapes of "
+            "experts follow the tokens; use --graphs transformer_engine"
+        )
+    can_grow = "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    is_registered = os.environ.get("NCCL_GRAPH_REGISTER", "") != "0"
+    if given.graphs == "transformer_engine" and can_grow and is_registered:
+        parser.error(
+            "--graphs transformer_engine: Megatron-LM refuses PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True "
+            "without NCCL_GRAPH_REGISTER=0"
+        )
 
 
 #: Steps that are not counted, and the fewest that are.
@@ -97,6 +123,11 @@ def make_config(given: argparse.Namespace) -> Any:
             "expert_model_parallel_size": given.ep,
             "expert_tensor_parallel_size": 1,
         }
+    graphs: dict[str, Any] = {}
+    if given.graphs is not None:
+        # No parts are the whole layer. The shapes of experts follow the tokens, so that graphs cannot have them.
+        parts = ["attn", "moe_router", "moe_preprocess"] if given.experts else []
+        graphs = {"cuda_graph_impl": given.graphs, "cuda_graph_modules": parts}
     return TransformerConfig(
         num_layers=given.layers,
         hidden_size=given.hidden,
@@ -115,6 +146,7 @@ def make_config(given: argparse.Namespace) -> Any:
         gradient_accumulation_fusion=False,
         **fp8,
         **experts,
+        **graphs,
     )
 
 
@@ -160,6 +192,74 @@ def make_model(given: argparse.Namespace) -> tuple[Any, Any]:
     return wrapped, get_megatron_optimizer(options, [wrapped])
 
 
+class Graphs:
+    """CUDA graphs of a model's layers, made as Megatron-LM's ``training.py`` and ``schedules.py`` make them.
+
+    Parameters
+    ----------
+    given : argparse.Namespace
+        The command line.
+    model, optimizer
+        The model inside of DistributedDataParallel, and its optimizer.
+    """
+
+    def __init__(self, given: argparse.Namespace, model: Any, optimizer: Any) -> None:
+        self._kind, self._model, self._helper = given.graphs, model, None
+        if given.graphs != "transformer_engine":
+            return  # for Megatron-LM's own graphs the layers have made their managers
+        from megatron.core import num_microbatches_calculator, parallel_state
+        from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
+
+        replicas = parallel_state.get_data_parallel_world_size()
+        num_microbatches_calculator.init_num_microbatches_calculator(
+            rank=int(os.environ.get("RANK", "0")),
+            global_batch_size=given.batch * replicas,
+            micro_batch_size=given.batch,
+            data_parallel_size=replicas,
+        )
+        self._helper = TECudaGraphHelper(
+            model=[model],
+            config=model.config,
+            seq_length=given.length,
+            micro_batch_size=given.batch,
+            optimizers=[optimizer],
+        )
+
+    def before_step(self, step: int) -> None:
+        """Capture with Transformer Engine's function if as many steps are done as Megatron-LM warms up with."""
+        if self._helper is None or step != self._model.config.cuda_graph_warmup_steps:
+            return
+        # Graphs do not have the hooks that wait for gathered parameters; the layers call them before each replay.
+        self._model.disable_forward_pre_hook(param_sync=False)
+        self._helper.create_cudagraphs()
+        self._model.enable_forward_pre_hook()
+        self._helper.cuda_graph_set_manual_hooks()
+        say(f"captured {len(self._helper.flattened_callables)} layers")
+
+    def after_backward(self) -> None:
+        """Make Megatron-LM's own graphs of the layers that ran in the first step; later calls do nothing."""
+        if self._kind != "local":
+            return
+        from megatron.core.transformer.cuda_graphs import create_cudagraphs
+
+        made = create_cudagraphs()
+        if made is not None:
+            say(f"captured the layers, {made['reserved_bytes'] / 2**20:.0f} MiB")
+
+    def close(self) -> None:
+        """Free the graphs: NCCL waits for those that have its collectives before it ends."""
+        if self._helper is not None and self._helper.graphs_created():
+            self._helper.delete_cuda_graphs()
+        if self._kind == "local":
+            from megatron.core.transformer.cuda_graphs import CudaGraphManager, delete_cuda_graphs
+
+            modules = self._model.modules()
+            for manager in (each for each in modules if isinstance(each, CudaGraphManager)):
+                for runner in manager.cudagraph_runners:
+                    runner.fwd_graph = runner.bwd_graph = None
+            delete_cuda_graphs()
+
+
 def save(folder: Path, step: int, model: Any, optimizer: Any) -> None:
     """Write a checkpoint."""
     import torch
@@ -195,12 +295,14 @@ def train(given: argparse.Namespace, model: Any, optimizer: Any) -> tuple[list[f
 
     losses, seconds = [], []
     places = torch.arange(given.length, device="cuda").expand(given.batch, -1)
+    graphs = Graphs(given, model, optimizer)
     first = 0 if given.load is None else load(given.load, model, optimizer)
     for step in range(first, given.steps):
         if is_over(given, step - first):
             break
         if given.save is not None and step == given.save_at:
             save(given.save, step, model, optimizer)
+        graphs.before_step(step - first)
         generator = torch.Generator(device="cuda").manual_seed(step % 4)
         tokens = torch.randint(
             0, 32768, (given.batch, given.length + 1), device="cuda", generator=generator
@@ -213,11 +315,13 @@ def train(given: argparse.Namespace, model: Any, optimizer: Any) -> tuple[list[f
         loss = model(tokens[:, :-1], places, None, labels=tokens[:, 1:]).float().mean()
         loss.backward()
         finalize_model_grads([model])
+        graphs.after_backward()
         optimizer.step()
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - begin)
         losses.append(loss.item())
         say(f"step {step}: {seconds[-1] * 1e3:.1f} ms, loss {losses[-1]:.4f}")
+    graphs.close()
     return losses, seconds
 
 
@@ -236,6 +340,8 @@ def main() -> None:
 
     rank = int(os.environ.get("RANK", "0"))
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if given.graphs == "transformer_engine":
+        torch.cuda.set_stream(torch.cuda.Stream())  # as Megatron-LM does for captures
     say("imported")
     torch.distributed.init_process_group("nccl")
     parallel_state.initialize_model_parallel(
@@ -243,7 +349,9 @@ def main() -> None:
         expert_model_parallel_size=given.ep,
         expert_tensor_parallel_size=1,
     )
-    model_parallel_cuda_manual_seed(1234, te_rng_tracker=True)
+    model_parallel_cuda_manual_seed(
+        1234, te_rng_tracker=True, use_cudagraphable_rng=given.graphs is not None
+    )
     torch.manual_seed(1234)
     model, optimizer = make_model(given)
     say("made model and optimizer")

@@ -1,23 +1,25 @@
 """Layers that ranks share, beside Transformer Engine's where that can be imported: time, hidden communication, host.
 
     NCCL_NVLS_ENABLE=0 python benches/ranks.py --ranks 2 [--hidden 8192] [--rows 8192] [--seconds 60] \
-        [--parts layers] [--kinds column LayerNormMLP] [--recipes current] [--connections 8 [--chunks 4]]
+        [--parts layers] [--kinds column LayerNormMLP] [--recipes current] [--chunks 1] [--connections 8]
 
 Every case is printed as a line of JSON when it is done. With ``--seconds`` the cases share that time. Each case makes
 as many rounds as its share allows, 3 at least. Cases that find no time left are named and left out.
 
 ``layers``: GPU time of forward and backward with sequence parallelism, in turn with Transformer Engine's layers, and
 the share of the collectives' own time that is hidden. The time without collectives is that of the same layer with
-collectives that do nothing. ``--connections 8`` lets te_fast move chunks beside the products. ``host``: the host time
+collectives that do nothing and no product that is cut. ``--chunks 1`` cuts none in all measurements. ``host``: the host time
 of forward and backward of 100 ``Linear(256)`` under delayed scaling, whose maxima are reduced over the ranks, over that
-of ``nn.Linear``. ``scaling``: steps of DDP and FSDP2 in BF16 with layers of te_fast and of torch. ``weights``: up to
-1,000 steps of FSDP2 with FP8 weights and with BF16 weights: bytes that are gathered, peak memory, and what the steps
-leave in memory.
+of ``nn.Linear``. ``scaling``: steps of DDP and FSDP2 in BF16 with layers of te_fast and of torch, on all ranks and, in
+turn with that, by each rank alone on the same rows. Weak scaling is the time alone over the time together.
+``weights``: up to 1,000 steps of FSDP2 with FP8 weights and with BF16 weights: bytes that are gathered, peak memory,
+and what the steps leave in memory.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import json
 import math
@@ -45,6 +47,8 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
 BAR_LAYERS, BAR_HIDDEN, BAR_HOST, BAR_GATHERED = 0.90, 0.60, 1.0, 0.55
+#: Weak scaling of torch's layers over that of te_fast's: te_fast's is at most 3 % lower.
+BAR_SCALING = 1.03
 COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
 PARTS = ("layers", "host", "scaling", "weights")
 KINDS = ("column", "row", "norm + column", "LayerNormMLP")
@@ -95,6 +99,16 @@ def without_communication(
         return _Done() if async_op else None
 
     return replaced(COLLECTIVES, idle)
+
+
+@contextmanager
+def whole_products() -> Iterator[None]:
+    """Cut no product."""
+    former = te_fast.communication_chunks(1)
+    try:
+        yield
+    finally:
+        te_fast.communication_chunks(former)
 
 
 def burst_us(body: Callable[[], object], calls: int, device: torch.device) -> float:
@@ -206,12 +220,12 @@ def measure_layer(
     for _ in range(3):
         own()
     seen: list[tuple[str, list[torch.Tensor]]] = []
-    with without_communication(seen):
+    with whole_products(), without_communication(seen):
         own()
     travels = [(what, [torch.empty_like(tensor) for tensor in tensors]) for what, tensors in seen]
 
     def alone() -> None:
-        with without_communication([]):
+        with whole_products(), without_communication([]):
             own()
 
     bodies: dict[str, Callable[[], object]] = {
@@ -312,19 +326,27 @@ class Block(torch.nn.Module):
         return result
 
 
-def replicated(arguments: argparse.Namespace, *, own: bool) -> torch.nn.Module:
-    """Return blocks inside of DDP."""
+def replicated(
+    arguments: argparse.Namespace, *, own: bool, group: dist.ProcessGroup | None = None
+) -> torch.nn.Module:
+    """Return blocks inside of DDP, by default over all ranks."""
     blocks = [Block(arguments, own=own) for _ in range(arguments.blocks)]
-    return torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*blocks))
+    return torch.nn.parallel.DistributedDataParallel(
+        torch.nn.Sequential(*blocks), process_group=group
+    )
 
 
-def sharded(arguments: argparse.Namespace, *, own: bool) -> torch.nn.Module:
-    """Return blocks that FSDP2 shards."""
+def sharded(
+    arguments: argparse.Namespace, *, own: bool, group: dist.ProcessGroup | None = None
+) -> torch.nn.Module:
+    """Return blocks that FSDP2 shards, by default over all ranks."""
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
+    mesh = None if group is None else DeviceMesh.from_group(group, arguments.device.type)
     model = torch.nn.Sequential(*[Block(arguments, own=own) for _ in range(arguments.blocks)])
     for part in (*model, model):
-        fully_shard(part)
+        fully_shard(part, mesh=mesh)
     return model
 
 
@@ -332,7 +354,11 @@ WRAPS = {"DDP": replicated, "FSDP2": sharded}
 
 
 def measure_scaling(name: str, arguments: argparse.Namespace, seconds: float) -> dict[str, float]:
-    """Time of steps under DDP or FSDP2."""
+    """Time of steps under DDP or FSDP2 on all ranks and by each rank alone, with the same rows for each rank.
+
+    All four models stay in memory and take turns, so that a slow spell of the machine is no difference in scaling.
+    Between its steps a model has its weights, and under DDP the buckets of its gradients: 9 GB with the default sizes.
+    """
     size, dtype = (arguments.rows, arguments.hidden), DTYPES[arguments.dtype]
     x = torch.randn(size, dtype=dtype, device=arguments.device)
 
@@ -340,13 +366,18 @@ def measure_scaling(name: str, arguments: argparse.Namespace, seconds: float) ->
         model(x).sum().backward()
         model.zero_grad(set_to_none=True)
 
-    bodies: dict[str, Callable[[], object]] = {
-        what: partial(step, WRAPS[name](arguments, own=own))
-        for what, own in {"te_fast": True, "torch": False}.items()
-    }
+    # Every rank makes all groups, and is in one.
+    alone, _ = dist.new_subgroups(group_size=1)
+    bodies: dict[str, Callable[[], object]] = {}
+    for what, own in {"te_fast": True, "torch": False}.items():
+        bodies[what] = partial(step, WRAPS[name](arguments, own=own))
+        bodies[f"{what}_alone"] = partial(step, WRAPS[name](arguments, own=own, group=alone))
     found = medians(bodies, arguments, seconds)
     row = {f"{what}_us": round(found[what], 1) for what in bodies} | {"rounds": found["rounds"]}
-    return row | {"ratio": round(found["te_fast"] / found["torch"], 3)}
+    scaling = {what: found[f"{what}_alone"] / found[what] for what in ("te_fast", "torch")}
+    row |= {f"{what}_scaling": round(value, 3) for what, value in scaling.items()}
+    row["ratio"] = round(found["te_fast"] / found["torch"], 3)
+    return row | {"scaling_ratio": round(scaling["torch"] / scaling["te_fast"], 3)}
 
 
 # Sharded weights in FP8 -----------------------------------------------------------------------------
@@ -471,6 +502,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, dict[str, dict[str, floa
                 print(f"no time left for {part}: {name}", flush=True)
             continue
         row = case(arguments, seconds)
+        gc.collect()  # models in circles: the next case needs their memory
         figures.setdefault(part, {})[name] = row
         if is_first:
             print(json.dumps({"part": part, "case": name, **row}), flush=True)
@@ -491,6 +523,9 @@ def report(figures: dict[str, Any], arguments: argparse.Namespace) -> None:
     for what, row in figures.get("host", {}).items():
         if row["ratio"] > BAR_HOST:
             print(f"missed: {what}: {row['ratio']} > {BAR_HOST}")
+    for what, row in figures.get("scaling", {}).items():
+        if row["scaling_ratio"] > BAR_SCALING:
+            print(f"missed: {what}: torch scales {row['scaling_ratio']} x as well > {BAR_SCALING}")
     for what, row in figures.get("weights", {}).items():
         if row["gathered_ratio"] > BAR_GATHERED or row["growth_bytes"] > 0:
             print(f"missed: {what}: {row}; bars: gathered {BAR_GATHERED}, growth 0")
@@ -504,17 +539,19 @@ def main() -> int:
     parser = options(__doc__)
     parser.add_argument("--ranks", type=int, default=max(1, torch.cuda.device_count()))
     parser.add_argument("--hidden", type=int, default=8192)
-    parser.add_argument("--rows", type=int, default=8192, help="rows of all ranks together")
+    parser.add_argument(
+        "--rows", type=int, default=8192, help="rows of all ranks together; in `scaling`, of each"
+    )
     parser.add_argument("--blocks", type=int, default=4, help="blocks of the models of `scaling`")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--seconds", type=float, help="time that all cases share")
     parser.add_argument("--recipes", nargs="*", choices=RECIPES, default=["delayed", "current"])
-    parser.add_argument("--chunks", type=int, help="of collectives; by default te_fast chooses")
+    parser.add_argument("--chunks", type=int, help="as of te_fast.communication_chunks, which decides by default")
     parser.add_argument(
         "--connections",
         default="1",
-        help="CUDA_DEVICE_MAX_CONNECTIONS: 8 for collectives in chunks",
+        help="CUDA_DEVICE_MAX_CONNECTIONS; with more than 1 collectives do not run beside products",
     )
     parser.set_defaults(calls=10)
     arguments = parser.parse_args()

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from te_fast.convert_checkpoint import convert_checkpoint
     from te_fast.dispatch import auto_pad
     from te_fast.parallel.checkpoint import load_sharded_state_dict, sharded_state_dict
-    from te_fast.parallel.chunks import communication_chunks
+    from te_fast.parallel.overlap import communication_chunks
     from te_fast.profiling import profile
 
 #: Transformer Engine's version whose names and signatures ``te_fast.pytorch`` has.
@@ -70,7 +70,7 @@ _SUBMODULES = {
 # Names that are loaded from a submodule when they are first used.
 _FUNCTIONS = {
     "auto_pad": "dispatch",
-    "communication_chunks": "parallel.chunks",
+    "communication_chunks": "parallel.overlap",
     "load_sharded_state_dict": "parallel.checkpoint",
     "profile": "profiling",
     "sharded_state_dict": "parallel.checkpoint",

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from chunks_rank import scenes as chunk_scenes
+from overlap_rank import scenes as overlap_scenes
 from compiled_parallel_rank import scenes as compiled_scenes
 from expert_rank import scenes as expert_scenes
 from parallel_attention_rank import scenes as attention_scenes
@@ -53,14 +53,14 @@ def test_gpus_that_share_heads(of_attention, scene):
 
 
 @pytest.fixture(scope="module")
-def of_chunks(fresh, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("chunks")
-    return run(fresh, folder, "chunks_rank", 2, chunk_scenes.functions, kind="cuda")
+def of_cut_products(fresh, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("overlap")
+    return run(fresh, folder, "overlap_rank", 2, overlap_scenes.functions, kind="cuda")
 
 
-@pytest.mark.parametrize("scene", chunk_scenes.functions)
-def test_gpus_that_send_chunks(of_chunks, scene):
-    assert {rank.get(scene, "did not run") for rank in of_chunks} == {""}
+@pytest.mark.parametrize("scene", overlap_scenes.functions)
+def test_gpus_that_cut_products(of_cut_products, scene):
+    assert {rank.get(scene, "did not run") for rank in of_cut_products} == {""}
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 import pytest
 import torch.distributed as dist
 
-from chunks_rank import scenes as chunk_scenes
+from overlap_rank import scenes as overlap_scenes
 from compiled_parallel_rank import scenes as compiled_scenes
 from graphs import needs_compile
 from parallel_attention_rank import scenes as attention_scenes
@@ -55,8 +55,8 @@ def test_two_ranks_that_share_heads(of_attention, scene):
 
 @pytest.mark.parametrize("size", quickly([2, 4], 2))
 def test_collectives_in_chunks(fresh, tmp_path, size):
-    names = tuple(chunk_scenes.functions) if size == 2 else ("products_are_cut", "collectives")
-    assert run(fresh, tmp_path, "chunks_rank", size, names) == [dict.fromkeys(names, "")] * size
+    names = tuple(overlap_scenes.functions) if size == 2 else ("products_are_cut", "collectives")
+    assert run(fresh, tmp_path, "overlap_rank", size, names) == [dict.fromkeys(names, "")] * size
 
 
 @needs_compile

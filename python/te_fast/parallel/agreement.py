@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from te_fast.errors import RanksError
-from te_fast.parallel.chunks import setting
+from te_fast.parallel.overlap import setting
 from te_fast.runtime import native
 from te_fast.runtime.collectives import get_distributed_rank, get_distributed_world_size
 
@@ -75,7 +75,7 @@ class Agreement:
             "recipe": [zlib.crc32(recipe.encode())],
             "sizes and modes of the layer": [zlib.crc32(self._layer.encode())],
             "set of what wants gradients": [int(wanted), int(needs_input)],
-            "number of communication_chunks, or CUDA_DEVICE_MAX_CONNECTIONS,": list(
+            "communication_chunks, or CUDA_DEVICE_MAX_CONNECTIONS,": list(
                 map(int, setting())
             ),
         }

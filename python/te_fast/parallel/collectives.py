@@ -13,6 +13,7 @@ from te_fast.runtime.collectives import (
     Handle,
     allreduce,
     gather_along_first_dim,
+    get_distributed_rank,
     get_distributed_world_size,
     reduce_scatter_along_first_dim,
 )
@@ -44,26 +45,30 @@ class Ranks:
         The ranks.
     """
 
-    __slots__ = ("group", "name", "size")
+    __slots__ = ("group", "name", "rank", "size")
 
     def __init__(self, name: str, group: Any) -> None:
         self.name, self.group = name, group
-        self.size = get_distributed_world_size(group)
+        self.size, self.rank = get_distributed_world_size(group), get_distributed_rank(group)
 
     def gather(self, x: torch.Tensor, *, later: bool = False) -> tuple[torch.Tensor, Handle]:
         """Concatenate the rows of all ranks."""
         with named(self.name, "an all-gather of tensor parallelism"):
             return gather_along_first_dim(x, self.group, async_op=later)
 
+    def gather_into(self, out: torch.Tensor, x: torch.Tensor) -> Handle:
+        """Start to concatenate the rows of all ranks in `out`."""
+        if x.numel() == 0:
+            return None
+        with named(self.name, "an all-gather of tensor parallelism"):
+            return torch.distributed.all_gather_into_tensor(
+                out, x.contiguous(), group=self.group, async_op=True
+            )
+
     def scatter(self, x: torch.Tensor, *, later: bool = False) -> tuple[torch.Tensor, Handle]:
         """Sum over all ranks, and keep this rank's rows."""
         with named(self.name, "a reduce-scatter of tensor parallelism"):
             return reduce_scatter_along_first_dim(x, self.group, async_op=later)
-
-    def scatter_into(self, out: torch.Tensor, x: torch.Tensor) -> Handle:
-        """Start to sum over all ranks, into memory for this rank's rows."""
-        with named(self.name, "a reduce-scatter of tensor parallelism"):
-            return torch.distributed.reduce_scatter_tensor(out, x, group=self.group, async_op=True)
 
     def sum(self, x: torch.Tensor, *, later: bool = False) -> tuple[torch.Tensor, Handle]:
         """Sum over all ranks."""

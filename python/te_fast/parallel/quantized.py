@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 import torch
 
-from te_fast.parallel.chunks import Chunks
 from te_fast.parallel.collectives import Ranks
+from te_fast.parallel.overlap import Arriving
 from te_fast.recipe import Recipe
 from te_fast.runtime import scale_tape
 from te_fast.runtime.collectives import Handle, spans
@@ -73,19 +73,22 @@ def cuts_no_blocks(quantizer: Any, x: torch.Tensor) -> bool:
     return columns % BLOCK == 0 and (x.numel() // columns) % BLOCK == 0
 
 
-def gather_rows(value: Float8Tensor, ranks: Ranks, chunks: Chunks | None = None) -> Float8Tensor:
-    """Concatenate the rows of all ranks, which have one scale; in chunks, events mark their arrival."""
+def gather_rows(
+    value: Float8Tensor, ranks: Ranks, *, later: bool
+) -> tuple[Float8Tensor, Arriving | None]:
+    """Concatenate the rows of all ranks, which have one scale; perhaps beside a product."""
     assert value._data is not None
-    data = ranks.gather(value._data)[0] if chunks is None else chunks.gather(value._data)
+    coming = Arriving(ranks, value._data) if later else None
+    data = ranks.gather(value._data)[0] if coming is None else coming.whole
     scale, kind = value._scale_inv, value._fp8_dtype
     whole: Float8Tensor = Float8Tensor(data.shape, value.dtype, data, scale, kind)
-    return whole
+    return whole, coming
 
 
 def gather_input(
-    quantizer: Any, x: torch.Tensor, ranks: Ranks, chunks: Chunks | None = None
-) -> tuple[Any, list[Part]]:
-    """Quantise a rank's rows, and gather the layout that forward reads; only rows with one scale go in chunks.
+    quantizer: Any, x: torch.Tensor, ranks: Ranks, *, later: bool
+) -> tuple[Any, list[Part], Arriving | None]:
+    """Quantise a rank's rows, and gather the layout that forward reads; rows with one scale perhaps beside a product.
 
     Returns
     -------
@@ -93,16 +96,20 @@ def gather_input(
         With the rows of all ranks. A layout that only backward reads has no memory of its own yet.
     list of Part
         The parts that backward must gather.
+    Arriving or None
+        The gather, if it goes on.
     """
     value = quantizer(x)
     if isinstance(value, Float8Tensor):
-        whole = gather_rows(value, ranks, chunks)
+        whole, coming = gather_rows(value, ranks, later=later)
         assert whole._data is not None
         assert value._data is not None
-        return whole, [(whole._data, value._data, False)]
+        return whole, [(whole._data, value._data, False)], coming
     data, _ = ranks.gather(value._rowwise_data)
     scales = value._rowwise_scale_inv
-    row_scales = _joined(ranks, scales, later=False)[0]
+    of_rows = Gather(ranks, scales, is_column=True)
+    of_rows.start()
+    of_rows.wait()
     column, column_scales = value._columnwise_data, value._columnwise_scale_inv
     parts: list[Part] = []
     if column is not None:
@@ -111,42 +118,51 @@ def gather_input(
         parts.append((data.view(column.shape[0], -1), column, True))
         parts.append((column_scales.new_empty(sizes), column_scales, False))
     whole_column, whole_scales = [part[0] for part in parts] or (None, None)
-    layouts: Any = (data, row_scales, whole_column, whole_scales)
+    layouts: Any = (data, of_rows.whole, whole_column, whole_scales)
     of_all: Any = Float8BlockwiseQTensor
-    return of_all(data.shape, value.dtype, *layouts, value._fp8_dtype, None, False), parts
+    return of_all(data.shape, value.dtype, *layouts, value._fp8_dtype, None, False), parts, None
 
 
-class _Later:
-    """A gather under way whose result has to be laid out anew."""
+class Gather:
+    """A gather whose result has memory before the gather starts.
 
-    def __init__(
-        self, handle: Handle, ranks: Ranks, gathered: torch.Tensor, out: torch.Tensor
-    ) -> None:
-        self._handle, self._ranks = handle, ranks
-        self._gathered, self._out = gathered, out
+    Parameters
+    ----------
+    ranks : Ranks
+        The ranks.
+    part : torch.Tensor
+        This rank's rows; or its column layout, a matrix.
+    is_column : bool
+        Whether the matrices of all ranks are concatenated along the second dimension.
+
+    Attributes
+    ----------
+    whole : torch.Tensor
+        The result, when the wait is over.
+    """
+
+    def __init__(self, ranks: Ranks, part: torch.Tensor, *, is_column: bool) -> None:
+        self._ranks, self._part, self._is_column = ranks, part, is_column
+        self._handle: Handle = None
+        rows, *columns = part.shape
+        flat = part.numel() // max(rows, 1)
+        self.whole = part.new_empty(
+            (rows, flat * ranks.size) if is_column else (rows * ranks.size, *columns)
+        )
+        #: The matrices of all ranks, one behind the other.
+        self._stacked = part.new_empty(ranks.size * rows, flat) if is_column else self.whole
+
+    def start(self) -> None:
+        """Start it, behind all work of this stream so far."""
+        part = self._part.reshape(self._part.shape[0], -1) if self._is_column else self._part
+        self._handle = self._ranks.gather_into(self._stacked, part)
 
     def wait(self) -> None:
-        """Let later work on this stream see the result."""
+        """Let later work on this stream see the result, if the gather has started."""
+        if self._handle is None:
+            return
         self._ranks.wait(self._handle)
-        size = self._ranks.size
-        parts = self._gathered.view(size, self._out.shape[0], -1)
-        self._out.view(self._out.shape[0], size, -1).copy_(parts.transpose(0, 1))
-
-
-def _joined(ranks: Ranks, part: torch.Tensor, *, later: bool) -> tuple[torch.Tensor, Handle]:
-    """Concatenate the matrices of all ranks along the second dimension."""
-    flat = part.reshape(part.shape[0], -1)
-    gathered, handle = ranks.gather(flat, later=later)
-    out = flat.new_empty(flat.shape[0], flat.shape[1] * ranks.size)
-    laid_out = _Later(handle, ranks, gathered, out)
-    if later:
-        return out, laid_out
-    laid_out.wait()
-    return out, None
-
-
-def gather_again(
-    ranks: Ranks, part: torch.Tensor, *, is_column: bool
-) -> tuple[torch.Tensor, Handle]:
-    """Start to gather, in backward, the rows that each rank has kept."""
-    return _joined(ranks, part, later=True) if is_column else ranks.gather(part, later=True)
+        if self._is_column:
+            rows, size = self.whole.shape[0], self._ranks.size
+            parts = self._stacked.view(size, rows, -1)
+            self.whole.view(rows, size, -1).copy_(parts.transpose(0, 1))

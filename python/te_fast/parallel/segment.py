@@ -2,22 +2,22 @@
 
 A collective starts as soon as its operand is computed, and is awaited where its result is read. In backward, the gather
 of the input runs beside the product of the input's gradient, and the reduction of that gradient runs beside the product
-of the first weight's gradient.
+of the first weight's gradient. The others run beside parts of the product that reads their result, or computes their
+operand (`overlap.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
 from te_fast.parallel.agreement import Agreement
-from te_fast.parallel.chunks import Chunks, count_of
 from te_fast.parallel.collectives import Ranks
-from te_fast.parallel.quantized import cuts_no_blocks, gather_again, gather_input, gather_rows
+from te_fast.parallel.overlap import Arriving, Leaving, ends_of_blocks, joined, own_rows_first
+from te_fast.parallel.quantized import Gather, cuts_no_blocks, gather_input, gather_rows
 from te_fast.runtime import native, rows
 from te_fast.runtime.collectives import check_rows
 from te_fast.runtime.global_state import FP8GlobalStateManager
@@ -156,17 +156,15 @@ class Segment:
             again = run.recipe is not None and not run.recipe.delayed()
             self.first.save_original_input = again and exchange.before == "gather"
         whole, parts, coming = self._gathered(x, run.recipe, quantizer, wanted=wanted)
-        leaving, out = self._to_leave(whole, extras)
-        chunks = [each for each in (coming, leaving) if each is not None]
+        leaving = self._to_leave(whole, extras)
+        transfers = [each.native for each in (coming, leaving) if each is not None]
         if whole.numel() == 0:
             given = parameters if parameters is not None else tuple(owner.parameters())
             y, outputs, kept, saved = rows.run_on_nothing(
                 self.program, whole, extras, given, is_first_microbatch is True
             )
         else:
-            with ExitStack() as stack:
-                for each in chunks:
-                    stack.enter_context(each.joined())
+            with joined(coming, leaving):
                 y, outputs, kept, saved = native.program_run_forward(
                     self.program,
                     owner,
@@ -176,7 +174,7 @@ class Segment:
                     *needs,
                     parameters,
                     version,
-                    [each.native for each in chunks] or None,
+                    transfers or None,
                 )
         if wanted:
             run.kept, run.saved = kept, list(saved)
@@ -185,9 +183,8 @@ class Segment:
                     if tensor is read:
                         run.saved[place] = local
                         run.local.append((place, is_column))
-        if leaving is not None and out is not None:
-            leaving.scatter(y, out)
-            y = out
+        if leaving is not None:
+            y = leaving.result(y)
         elif exchange.behind == "scatter":
             y = ranks.scatter(y)[0]
         elif exchange.behind == "sum":
@@ -201,8 +198,8 @@ class Segment:
         quantizer: QuantizerOf | None,
         *,
         wanted: bool,
-    ) -> tuple[torch.Tensor, list[Part], Chunks | None]:
-        """Return the rows of all ranks, this rank's parts that backward gathers again, and the arriving chunks."""
+    ) -> tuple[torch.Tensor, list[Part], Arriving | None]:
+        """Return the rows of all ranks, this rank's parts that backward gathers again, and a gather that goes on."""
         if self.exchange.before != "gather":
             return x, [], None
         made = None
@@ -211,36 +208,30 @@ class Segment:
         if made is not None and cuts_no_blocks(made, x):
             made.set_usage(columnwise=made.columnwise_usage and wanted)
             is_one_scale = recipe is not None and recipe.float8_per_tensor_scaling()
-            chunks = self._coming(x, 1) if is_one_scale else None
-            return *gather_input(made, x, self.ranks, chunks), chunks
-        if recipe is not None:  # the cast reads all rows
-            whole = self.ranks.gather(x)[0]
-            return whole, [(whole, x, False)], None
-        chunks = self._coming(x, x.element_size())
-        whole = self.ranks.gather(x)[0] if chunks is None else chunks.gather(x.contiguous())
-        return whole, [(whole, x, False)], chunks
+            return gather_input(made, x, self.ranks, later=is_one_scale and self._is_cut(x, 1))
+        if recipe is None and self._is_cut(x, x.element_size()):
+            coming = Arriving(self.ranks, x)
+            return coming.whole, [(coming.whole, x, False)], coming
+        whole = self.ranks.gather(x)[0]  # in a recipe, the cast reads all rows
+        return whole, [(whole, x, False)], None
 
-    def _coming(self, x: torch.Tensor, element_size: int) -> Chunks | None:
-        """Return the chunks in which the rows of all ranks arrive; None for all at once."""
-        columns = x.shape[-1]
-        rows_of = x.numel() // max(columns, 1)
-        count = count_of(rows_of, columns * element_size, x.device, self.ranks.size)
-        return Chunks(self.ranks, count, x.device, arrives=True) if count > 1 else None
+    def _is_cut(self, own: torch.Tensor, element_size: int) -> bool:
+        """Tell whether the product of this rank's rows runs while the other ranks' rows are gathered."""
+        columns = own.shape[-1]
+        rows_of = own.numel() // max(columns, 1)
+        return own_rows_first(rows_of, columns * element_size, self.ranks.size, own.device)
 
-    def _to_leave(
-        self, x: torch.Tensor, extras: Tensors
-    ) -> tuple[Chunks | None, torch.Tensor | None]:
-        """Return the chunks in which the result leaves, and memory for this rank's part; None for all at once."""
+    def _to_leave(self, x: torch.Tensor, extras: Tensors) -> Leaving | None:
+        """Return the transfer of the result in blocks; None if it leaves at once."""
         size, columns = self.ranks.size, x.shape[-1]
         if self.exchange.behind != "scatter" or extras or x.numel() == 0:
-            return None, None
-        rows_of = x.numel() // columns // size
-        width = self.program.widths(columns)[0]
-        count = count_of(rows_of, width * x.element_size(), x.device, size)
-        if count == 1:
-            return None, None
+            return None
+        rows_of, width = x.numel() // columns // size, self.program.widths(columns)[0]
+        ends = ends_of_blocks(rows_of, width, x.element_size(), size, x.device)
+        if not ends:
+            return None
         out = torch.empty(x.shape[0] // size, *x.shape[1:-1], width, dtype=x.dtype, device=x.device)
-        return Chunks(self.ranks, count, x.device, arrives=False), out
+        return Leaving(self.ranks, ends, out)
 
     def backward(
         self,
@@ -278,11 +269,17 @@ class Segment:
         for place, is_column in run.local:
             local = tensors[place]
             assert local is not None
-            tensors[place], regather = gather_again(ranks, local, is_column=is_column)
-            regathers.append(regather)
+            regathers.append(Gather(ranks, local, is_column=is_column))
+            tensors[place] = regathers[-1].whole
+        starts = [regather.start for regather in regathers]
+        if coming is not None:
+            coming.before(starts)
+        else:
+            for start in starts:
+                start()
         count = 0 if first is None else first.deferred_count()
         try:
-            with nullcontext() if coming is None else coming.joined():
+            with joined(coming):
                 dx, found, extras = rows.run_backward(
                     run.kept,
                     tuple(tensors),
@@ -298,7 +295,7 @@ class Segment:
             elif dx is not None and exchange.before == "copy":
                 dx, reduction = ranks.sum(dx, later=True)
             for regather in regathers:
-                ranks.wait(regather)
+                regather.wait()
             if first is not None and weight is not None and first.deferred_count() > count:
                 fuses = first.fuse_wgrad_accumulation
                 given = native.program_backward_dw(first, weight(), fuses)
@@ -313,18 +310,17 @@ class Segment:
 
     def _gathered_gradient(
         self, dy: torch.Tensor, recipe: Recipe | None, quantizer: QuantizerOf | None
-    ) -> tuple[torch.Tensor, Chunks | None]:
-        """Return the gradient with the rows of all ranks, and its chunks."""
+    ) -> tuple[torch.Tensor, Arriving | None]:
+        """Return the gradient with the rows of all ranks, and a gather that goes on."""
         made = None
         if quantizer is not None and dy.numel() != 0 and _is_quantized_throughout(recipe):
             made = quantizer(recipe, "grad", self.ranks.group)
-        if made is None and (recipe is not None or dy.numel() == 0):
-            return self.ranks.gather(dy)[0], None
-        coming = self._coming(dy, 1 if made is not None else dy.element_size())
-        dy = dy.contiguous()
         if made is not None:
-            return gather_rows(made(dy), self.ranks, coming), coming
-        return self.ranks.gather(dy)[0] if coming is None else coming.gather(dy), coming
+            return gather_rows(made(dy.contiguous()), self.ranks, later=self._is_cut(dy, 1))
+        if recipe is None and self._is_cut(dy, dy.element_size()):
+            coming = Arriving(self.ranks, dy)
+            return coming.whole, coming
+        return self.ranks.gather(dy)[0], None
 
 
 def _is_quantized_throughout(recipe: Recipe | None) -> TypeGuard[Recipe]:

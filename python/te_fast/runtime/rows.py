@@ -160,17 +160,17 @@ def run_backward(
     saved: tuple[torch.Tensor | None, ...],
     dy: torch.Tensor,
     extra_grads: Tensors,
-    chunks: Sequence[tuple[bool, int, Sequence[int]]] | None = None,
+    transfers: Sequence[Any] | None = None,
 ) -> Any:
     """Return the gradients of input, parameters and extra inputs, from the data of a program's run.
 
-    Rows of `dy` may come in `chunks`, if the run needed no padding.
+    Rows of `dy` may arrive by `transfers` (``te_fast.parallel.overlap``), if the run needed no padding.
     """
     if isinstance(kept, _Nothing):
         zeros, grads = kept.gradients([parameter.requires_grad for parameter in kept.parameters])
         return zeros[0], grads, zeros[1:]
     if not isinstance(kept, _PaddedRun):
-        return native.program_run_backward(kept, saved, dy, extra_grads, chunks)
+        return native.program_run_backward(kept, saved, dy, extra_grads, transfers)
     run, padding, _ = kept
     more = tuple(map(padding.pad, extra_grads))
     dx, gradients, extras = native.program_run_backward(run, saved, padding.pad(dy), more)

@@ -327,49 +327,6 @@ pub fn is_capturing(stream: Stream) -> Result<bool> {
     Ok(status != NOT_CAPTURING)
 }
 
-/// An event of the driver's.
-#[derive(Clone, Copy, Debug)]
-pub struct Event(u64);
-
-impl Event {
-    /// The event of a driver's or runtime's handle.
-    ///
-    /// # Safety
-    /// The handle belongs to an event of the device on which it is used, and the event lives until that use returns. It
-    /// may be 0 only for the host backend.
-    #[must_use]
-    pub const unsafe fn from_raw(handle: u64) -> Self {
-        Self(handle)
-    }
-
-    fn raw(self) -> Result<sys::CUevent> {
-        if self.0 == 0 {
-            return Err(Error::state("events", "an event was never recorded; report this"));
-        }
-        Ok(self.0 as sys::CUevent)
-    }
-}
-
-/// Makes a stream wait for an event.
-///
-/// # Errors
-/// The driver's refusal.
-pub fn wait_until(stream: Stream, event: Event) -> Result<()> {
-    let (calls, event) = (functions()?, event.raw()?);
-    // SAFETY: a live event (`Event::from_raw`), and a stream of the current context.
-    check("cuStreamWaitEvent", unsafe { (calls.cuStreamWaitEvent)(stream.raw(), event, 0) })
-}
-
-/// Records an event after all work of a stream so far.
-///
-/// # Errors
-/// The driver's refusal.
-pub fn record(stream: Stream, event: Event) -> Result<()> {
-    let (calls, event) = (functions()?, event.raw()?);
-    // SAFETY: a live event (`Event::from_raw`), and a stream of the current context.
-    check("cuEventRecord", unsafe { (calls.cuEventRecord)(event, stream.raw()) })
-}
-
 /// Makes `waiting` wait for all work of `finished` so far.
 ///
 /// # Errors

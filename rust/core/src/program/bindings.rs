@@ -1,7 +1,6 @@
 //! The arguments of a call: addresses by port, and plans of weight gradients that go into `main_grad`.
 
 use crate::base::pointer::{AddressTable, Addresses, DevPtr};
-use crate::program::pieces::Pieces;
 use crate::program::port::{Cell, LinearPort, Port, PortNumbers};
 use crate::program::weight_grad::WeightGradPlan;
 use crate::quant::value::{LinearSlots, Quantized, WeightBuffer};
@@ -27,7 +26,6 @@ impl CallTable {
             addresses: self.addresses.fill(ports.len()),
             weight_grads: &mut self.weight_grads,
             variants: &mut self.variants,
-            pieces: Vec::new(),
         }
     }
 }
@@ -39,7 +37,6 @@ pub struct Bindings<'t, 'a> {
     addresses: Addresses<'t, 'a>,
     weight_grads: &'t mut [Option<WeightGradPlan>],
     variants: &'t mut [u32],
-    pieces: Vec<Pieces>,
 }
 
 impl<'a> Bindings<'_, 'a> {
@@ -107,19 +104,6 @@ impl<'a> Bindings<'_, 'a> {
         let (dtype, accumulate) = plan.kind();
         self.variants[linear] = 1 + 2 * dtype as u32 + u32::from(accumulate);
         self.weight_grads[linear] = Some(plan);
-    }
-
-    /// Chunks in which rows of the input arrive or rows of the result leave.
-    pub fn set_pieces(&mut self, pieces: Vec<Pieces>) {
-        self.pieces = pieces;
-    }
-
-    pub(crate) const fn is_in_pieces(&self) -> bool {
-        !self.pieces.is_empty()
-    }
-
-    pub(crate) fn pieces(&self) -> &[Pieces] {
-        &self.pieces
     }
 
     pub(crate) fn set_workspace(&mut self, workspace: &Workspace<'a>) {

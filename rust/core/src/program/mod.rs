@@ -39,7 +39,7 @@ pub use chain::{Chain, Groups, LinearCall, Link, Op, OuterKinds, ProgramKey, Rou
 pub use compiled::{Explained, Program};
 pub use edge::QuantizedKind;
 pub use linear_op::WeightCast;
-pub use pieces::{Pieces, Travel};
+pub use pieces::{Pause, Script, Transfer};
 pub use port::{Beside, LinearPort, Outer, Port};
 pub use sized::SizedProgram;
 pub use weight_grad::WeightGradPlan;

@@ -1,14 +1,15 @@
 //! A program for one row count, ready to run.
 
 use crate::base::dtype::{DType, Device};
-use crate::base::error::Result;
+use crate::base::error::{Error, Result};
 use crate::launch::target::Target;
 use crate::launch::trace::{CLOCK, Stage};
 use crate::program::bindings::Bindings;
 use crate::program::buffer::{Arena, Placement};
+use crate::program::chain::OP;
 use crate::program::compile::Compiled;
 use crate::program::facts::Facts;
-use crate::program::pieces::{Cuts, Pieces, Travel};
+use crate::program::pieces::{Act, Cuts, Pause, Script, Transfer};
 use crate::program::planned::Planned;
 use crate::program::port::Port;
 use crate::program::replay::{Replay, WORTHWHILE};
@@ -129,32 +130,49 @@ impl SizedProgram {
         self.flows[flow.number()].scratch
     }
 
-    /// Prepares chunks for a flow, whose product is cut if possible.
+    /// The launches of a flow that runs beside `transfers`, whose products are cut if possible.
     ///
     /// # Errors
-    /// Rows that cannot be cut so, or what cuBLAS lacks.
-    pub fn prepare(
+    /// Transfers that do not fit the flow's product, or what cuBLAS lacks.
+    pub fn script<'a>(
         &self,
         dispatcher: &mut Dispatcher,
         device: Device,
         flow: FlowName,
-        mut pieces: Vec<Pieces>,
-    ) -> Result<Vec<Pieces>> {
-        let flow = &self.flows[flow.number()];
-        let mut former = None;
-        for one in &mut pieces {
-            let at = flow.cuts.of(one.travel());
-            let Some(Planned::Gemm(plan, _)) = at.map(|at| &flow.launches[at]) else { continue };
-            // A product is cut once.
-            if at == former {
-                continue;
-            }
-            if let Some(problem) = one.problem_of(plan.problem())? {
-                one.set_plan(dispatcher.gemm(device, problem)?);
-                former = at;
+        transfers: &[Transfer<'a>],
+    ) -> Result<Script<'a>> {
+        let Flow { launches, cuts, .. } = &self.flows[flow.number()];
+        Script::new(dispatcher, device, flow, (launches, cuts), transfers)
+    }
+
+    /// Launches a script up to its next pause; None at its end. All calls have the same addresses and the same memory.
+    ///
+    /// # Errors
+    /// A launch's refusal.
+    pub fn resume<'a, 'd: 'a, 's: 'a>(
+        &self,
+        script: &mut Script<'s>,
+        lane: &mut Lane<'d>,
+        mut call: Bindings<'_, 'a>,
+    ) -> Result<Option<Pause>> {
+        let flow = &self.flows[script.flow().number()];
+        call.set_workspace(&lane.workspace);
+        flow.set_buffers(&mut call, self.buffers);
+        let target = &mut lane.target;
+        while let Some(act) = script.advance() {
+            match act {
+                Act::Launch(number) => run(&flow.launches[*number], target, &call)?,
+                Act::Piece(piece) => {
+                    let Planned::Gemm(_, io) = &flow.launches[piece.launch] else {
+                        return Err(Error::state(OP, "a piece of no product; report this"));
+                    };
+                    piece.run(target, &io.map(|cell| call.at(*cell)))?;
+                    CLOCK.mark(Stage::Gemm);
+                }
+                Act::Pause(pause) => return Ok(Some(*pause)),
             }
         }
-        Ok(pieces)
+        Ok(None)
     }
 
     /// Launches the forward, on a lane with [`SizedProgram::forward_scratch`] bytes.
@@ -190,46 +208,25 @@ impl SizedProgram {
         call.set_workspace(&lane.workspace);
         let launch = |target: &mut Target<'_>, call: &mut Bindings<'_, '_>| flow.run(target, call, self.buffers);
         match &flow.replay {
-            Some(replay) if !call.is_in_pieces() => {
+            Some(replay) => {
                 let replayed = replay.run(&mut lane.target, &mut call, launch);
                 CLOCK.mark(Stage::Gemm); // a replayed graph includes its casts
                 replayed
             }
-            _ => launch(&mut lane.target, &mut call),
+            None => launch(&mut lane.target, &mut call),
         }
     }
 }
 
 impl Flow {
     fn run(&self, target: &mut Target<'_>, call: &mut Bindings<'_, '_>, buffers: usize) -> Result<()> {
-        call.grow(buffers);
-        self.buffers.iter().for_each(|buffer| call.set_buffer(buffer.number, buffer.base, buffer.offset));
-        if call.is_in_pieces() {
-            return self.run_in_pieces(target, call);
-        }
+        self.set_buffers(call, buffers);
         self.launches.iter().try_for_each(|launch| run(launch, target, call))
     }
 
-    /// The same beside a stream that brings or takes rows.
-    #[cold]
-    fn run_in_pieces(&self, target: &mut Target<'_>, call: &Bindings<'_, '_>) -> Result<()> {
-        let all = call.pieces();
-        let place = |pieces: &Pieces| self.cuts.of(pieces.travel()).filter(|_| pieces.is_cut());
-        let (cut, whole): (Vec<_>, Vec<_>) = all.iter().partition(|pieces| place(pieces).is_some());
-        let late = if cut.iter().any(|pieces| pieces.travel() == Travel::Arriving) { self.cuts.late() } else { &[] };
-        whole.iter().try_for_each(|pieces| pieces.before(target))?;
-        for (number, launch) in self.launches.iter().enumerate().filter(|(number, _)| !late.contains(number)) {
-            let here = cut.iter().find(|pieces| place(pieces) == Some(number));
-            let (Some(pieces), Planned::Gemm(_, io)) = (here, launch) else {
-                run(launch, target, call)?;
-                continue;
-            };
-            pieces.run(target, &io.map(|cell| call.at(*cell)))?;
-            if pieces.travel() == Travel::Arriving {
-                late.iter().try_for_each(|&number| run(&self.launches[number], target, call))?;
-            }
-        }
-        whole.iter().try_for_each(|pieces| pieces.behind(target))
+    fn set_buffers(&self, call: &mut Bindings<'_, '_>, buffers: usize) {
+        call.grow(buffers);
+        self.buffers.iter().for_each(|buffer| call.set_buffer(buffer.number, buffer.base, buffer.offset));
     }
 }
 

@@ -198,6 +198,17 @@ impl Dispatcher {
         Ok(if scratch > OWN_SCRATCH_LIMIT { External::Scratch(scratch) } else { External::None })
     }
 
+    /// The same for a call that pauses, in which another call of the stream may run: it shares no scratch memory.
+    ///
+    /// # Errors
+    /// The driver's refusal to say whether a graph is being captured.
+    pub fn external_paused(place: Place, scratch: usize) -> Result<External> {
+        Ok(match Self::external_bytes(place, scratch)? {
+            External::None if scratch != 0 => External::Scratch(scratch),
+            other => other,
+        })
+    }
+
     /// The same for a call without matrix products that uses `counters` bytes of counters.
     ///
     /// # Errors

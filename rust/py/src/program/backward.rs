@@ -9,7 +9,7 @@ use pyo3::{PyTraverseError, PyVisit};
 use smallvec::SmallVec;
 use te_fast_core::Error;
 use te_fast_core::base::dtype::DType;
-use te_fast_core::program::{Bindings, FlowName, Outer, Pieces, Port, Program, ProgramKey, SizedProgram};
+use te_fast_core::program::{Bindings, FlowName, Outer, Port, Program, ProgramKey, SizedProgram};
 use te_fast_core::recipe::definition::Recipe;
 use te_fast_core::runtime::dispatcher::Dispatcher;
 use te_fast_core::runtime::lane::Place;
@@ -24,6 +24,7 @@ use crate::program::main_grad::{FusedParts, MainGrad, MainGrads, after_main_grad
 use crate::program::part_grads::of_parts;
 use crate::program::parts::Joined;
 use crate::program::tensors::{Objects, Optional};
+use crate::program::transfers::Transfers;
 use crate::program::weight::{WaitingGrad, WaitingOperands, WaitingRows};
 use crate::program::weight_memory::weight_buffer;
 use crate::tensor::given::{GivenWeight, dequantized, given, nominal_view};
@@ -196,7 +197,7 @@ pub(crate) fn gradients<'py>(
     grads: &[Bound<'py, PyAny>],
 ) -> PyResult<Grads<'py>> {
     let py = tensors.py();
-    let mut found = run(state, kept, tensors, grads, Vec::new())?;
+    let mut found = run(state, kept, tensors, grads, Transfers::default())?;
     if let Some(joined) = &kept.joined {
         let (given, overwrite) = ((found.params, &found.fused), kept.overwrite_main_grad);
         found.params = of_parts((state, py), joined.get(), given, overwrite)
@@ -211,12 +212,12 @@ pub(crate) fn run<'py>(
     kept: &ProgramSaved,
     tensors: &Bound<'py, PyTuple>,
     grads: &[Bound<'py, PyAny>],
-    pieces: Vec<Pieces>,
+    transfers: Transfers<'py>,
 ) -> PyResult<Grads<'py>> {
     let py = tensors.py();
     let weights = kept.weights(state, py).map_err(|failure| failure.named(kept.name(py).as_deref()))?;
     let (compiled, sized) = (Arc::clone(&kept.compiled), Arc::clone(&kept.sized));
-    let mut call = BackwardCall { state, kept, compiled, sized, tensors, weights, handed: None, pieces };
+    let mut call = BackwardCall { state, kept, compiled, sized, tensors, weights, handed: None, transfers };
     let gradients = match call.run(grads) {
         Ok(gradients) => gradients,
         Err(failure) => {
@@ -243,8 +244,8 @@ struct BackwardCall<'a, 'py> {
     weights: CallWeights,
     /// The quantised gradient of the output, if the GEMMs read it.
     handed: Option<HandedValue>,
-    /// Chunks in which rows of the gradient arrive.
-    pieces: Vec<Pieces>,
+    /// Rows of the gradient that arrive beside the launches.
+    transfers: Transfers<'py>,
 }
 
 /// The call's own tensors that backward reads, by place.
@@ -376,8 +377,8 @@ impl<'py> BackwardCall<'_, 'py> {
                         return Ok(grad.clone());
                     }
                 }
-                if !self.pieces.is_empty() {
-                    let message = "rows of an FP8 gradient come in chunks, and no product reads it; report this, and call te_fast.communication_chunks(1)";
+                if !self.transfers.is_empty() {
+                    let message = "rows of an FP8 gradient are still to come, and no product reads it; report this, and call te_fast.communication_chunks(1)";
                     return Err(Error::state(OP, message).into());
                 }
                 dequantized(grad, &value)?
@@ -578,51 +579,73 @@ impl<'py> BackwardCall<'_, 'py> {
         let sized = &self.sized;
         let read = Read::new(state, program, sized, self.tensors)?;
         let given = self.given_weights(py, place)?;
-        let external = Dispatcher::external_bytes(place, sized.backward_scratch())?;
+        let (bytes, transfers) = (sized.backward_scratch(), &self.transfers);
+        let external = transfers.external(place, bytes)?;
         let scratch = state.optional_bytes(py, place.device, external.bytes())?;
         let memory = external.memory(state.pointer(scratch.as_ref())?);
-        let mut table = state.tables.take();
-        let mut call = program.call(&mut table);
-        read.bind(state, &mut call)?;
+        let mut script = None;
+        loop {
+            let mut table = state.tables.take();
+            let mut call = program.call(&mut table);
+            read.bind(state, &mut call)?;
+            self.bind_grads(&mut call, grads, input, extras)?;
+            for (linear, weight) in self.weights.iter().enumerate() {
+                if let Some(quantized) = &weight.quantized {
+                    call.set_weight(linear, &weight_buffer(quantized));
+                }
+                if let Some(Some(given)) = given.get(linear) {
+                    let [row, col] = given.layouts(state)?;
+                    call.set_layouts(linear, row, col);
+                }
+                call.set_slots(linear, &weight.slots());
+            }
+            self.set_param_grads(&mut call, targets)?;
+            let mut dispatcher = state.dispatcher(py)?;
+            self.set_main_grads(&mut call, &mut dispatcher.0, targets)?;
+            let pause = if transfers.is_empty() {
+                sized.run_backward(&mut dispatcher.0.lane(place, bytes, memory)?, call)?;
+                None
+            } else {
+                let flow = (&**sized, FlowName::Backward, place.device);
+                let script = transfers.script(state, &mut dispatcher.0, flow, &mut script)?;
+                sized.resume(script, &mut dispatcher.0.lane(place, bytes, memory)?, call)?
+            };
+            if pause.is_none() {
+                for slots in self.weights.iter().filter_map(|weight| weight.slots.as_ref()) {
+                    dispatcher.0.autocast.mark_ran(&slots.backward);
+                }
+            }
+            drop(dispatcher);
+            state.tables.give_back(table);
+            let Some(pause) = pause else { return Ok(()) };
+            transfers.act(pause, None)?;
+        }
+    }
+
+    /// Gradients of outputs and inputs.
+    fn bind_grads<'a>(
+        &'a self,
+        call: &mut Bindings<'_, 'a>,
+        grads: &'a [Bound<'py, PyAny>],
+        input: Option<&'a Output<'py>>,
+        extras: &'a [Option<Bound<'py, PyAny>>],
+    ) -> Result<(), Failure> {
+        let state = self.state;
         for (index, grad) in grads.iter().enumerate() {
             let port = if index == 0 { Port::GradOutput } else { Port::GradExtraOutput(index as u16 - 1) };
             match &self.handed {
-                Some(handed) if index == 0 => handed.bind((Outer::GradOutput, &mut call)),
+                Some(handed) if index == 0 => handed.bind((Outer::GradOutput, &mut *call)),
                 _ => call.set(port, state.pointer(Some(grad))?),
             }
         }
         match input {
             Some(Output::High(input)) => call.set(Port::GradInput, state.pointer(Some(input))?),
-            Some(Output::InFp8(made)) => made.bind(state, (Outer::GradInput, &mut call))?,
+            Some(Output::InFp8(made)) => made.bind(state, (Outer::GradInput, &mut *call))?,
             None => {}
         }
         for (index, grad) in extras.iter().enumerate() {
             call.set(Port::GradExtra(index as u16), state.pointer(grad.as_ref())?);
         }
-        for (linear, weight) in self.weights.iter().enumerate() {
-            if let Some(quantized) = &weight.quantized {
-                call.set_weight(linear, &weight_buffer(quantized));
-            }
-            if let Some(Some(given)) = given.get(linear) {
-                let [row, col] = given.layouts(state)?;
-                call.set_layouts(linear, row, col);
-            }
-            call.set_slots(linear, &weight.slots());
-        }
-        self.set_param_grads(&mut call, targets)?;
-        let mut dispatcher = state.dispatcher(py)?;
-        self.set_main_grads(&mut call, &mut dispatcher.0, targets)?;
-        if !self.pieces.is_empty() {
-            let pieces = self.pieces.clone();
-            call.set_pieces(sized.prepare(&mut dispatcher.0, place.device, FlowName::Backward, pieces)?);
-        }
-        let mut lane = dispatcher.0.lane(place, sized.backward_scratch(), memory)?;
-        sized.run_backward(&mut lane, call)?;
-        for slots in self.weights.iter().filter_map(|weight| weight.slots.as_ref()) {
-            dispatcher.0.autocast.mark_ran(&slots.backward);
-        }
-        drop(dispatcher);
-        state.tables.give_back(table);
         Ok(())
     }
 

@@ -20,8 +20,8 @@ use crate::program::buffers::Buffers;
 use crate::program::forward::{Call, Done};
 use crate::program::handle::ProgramHandle;
 use crate::program::parts::Joined;
-use crate::program::pieces::{Chunks, pieces};
 use crate::program::tensors::{Objects, Tensors, present_parameters, requires_grad};
+use crate::program::transfers::{Given, Transfers};
 use crate::torch::process::{State, state};
 use crate::torch::reader::view_of;
 
@@ -314,7 +314,7 @@ pub(crate) fn program_autograd_forward<'py>(
 /// A forward without an autograd node, for use inside a node of Python: (output, extra outputs, data for backward or
 /// None, tensors to save).
 #[pyfunction]
-#[pyo3(signature = (program, owner, x, extra_inputs, is_first_microbatch, input_needs_grad, extra_need_grad, parameters_need_grad, params=None, version=None, chunks=None, /))]
+#[pyo3(signature = (program, owner, x, extra_inputs, is_first_microbatch, input_needs_grad, extra_need_grad, parameters_need_grad, params=None, version=None, transfers=None, /))]
 #[expect(clippy::too_many_arguments, reason = "a Python function's arguments")]
 pub(crate) fn program_run_forward<'py>(
     program: &Bound<'py, ProgramHandle>,
@@ -327,11 +327,11 @@ pub(crate) fn program_run_forward<'py>(
     parameters_need_grad: bool,
     params: Option<&Bound<'py, PyTuple>>,
     version: Option<u64>,
-    chunks: Option<Chunks>,
+    transfers: Option<Vec<Given<'py>>>,
 ) -> PyResult<Bound<'py, PyAny>> {
     let py = x.py();
     let state = state(py)?;
-    if chunks.is_none() && lacks_rows(state, x)? {
+    if transfers.is_none() && lacks_rows(state, x)? {
         let needs = (input_needs_grad, extra_need_grad, parameters_need_grad);
         let arguments =
             (program, owner, x, extra_inputs, is_first_microbatch, needs.0, needs.1, needs.2, params, version);
@@ -344,7 +344,7 @@ pub(crate) fn program_run_forward<'py>(
     };
     let wants = input_needs_grad || parameters_need_grad || extra_need_grad.iter().any(|&wanted| wanted);
     let mut call = Call::new(state, (program, owner), x, (&extras, &params), (is_first_microbatch.into(), version))
-        .in_pieces(pieces(chunks.unwrap_or_default()));
+        .beside(Transfers::new(transfers));
     call.wants(parameters_need_grad, input_needs_grad, extra_need_grad.into(), wants);
     let mut done = in_region_of_last_forward(state, program, || call.run())?;
     let (y, outputs) = (done.y.clone(), PyTuple::new(py, &done.extra_outputs)?);
@@ -373,17 +373,17 @@ fn lacks_rows(state: &State, x: &Bound<'_, PyAny>) -> PyResult<bool> {
 
 /// The backward of [`program_run_forward`]: gradients of input, parameters and extra inputs; None if not needed.
 #[pyfunction]
-#[pyo3(signature = (kept, saved_tensors, grad_output, extra_grads, chunks=None, /))]
+#[pyo3(signature = (kept, saved_tensors, grad_output, extra_grads, transfers=None, /))]
 #[expect(clippy::type_complexity, reason = "a Python tuple")]
 pub(crate) fn program_run_backward<'py>(
     kept: &Bound<'py, ProgramSaved>,
     saved_tensors: &Bound<'py, PyTuple>,
     grad_output: &Bound<'py, PyAny>,
     extra_grads: &Bound<'py, PyTuple>,
-    chunks: Option<Chunks>,
+    transfers: Option<Vec<Given<'py>>>,
 ) -> PyResult<(Option<Bound<'py, PyAny>>, Bound<'py, PyTuple>, Bound<'py, PyTuple>)> {
     let py = kept.py();
     let grads: Objects<'py> = std::iter::once(grad_output.clone()).chain(extra_grads.iter()).collect();
-    let grads = run(state(py)?, kept.get(), saved_tensors, &grads, pieces(chunks.unwrap_or_default()))?;
+    let grads = run(state(py)?, kept.get(), saved_tensors, &grads, Transfers::new(transfers))?;
     Ok((grads.input, PyTuple::new(py, grads.params)?, PyTuple::new(py, grads.extras)?))
 }

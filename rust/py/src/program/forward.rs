@@ -12,9 +12,7 @@ use te_fast_core::Error;
 use te_fast_core::base::dtype::{DType, Device};
 use te_fast_core::cuda::device::is_capturing;
 use te_fast_core::launch::trace::{CLOCK, Stage};
-use te_fast_core::program::{
-    Bindings, FlowName, Outer, OuterKinds, Pieces, Port, Program, ProgramKey, QuantizedKind, SizedProgram, WeightCast,
-};
+use te_fast_core::program::{Outer, OuterKinds, Port, Program, ProgramKey, QuantizedKind, SizedProgram, WeightCast};
 use te_fast_core::quant::cache::Keep;
 use te_fast_core::quant::value::LinearSlots;
 use te_fast_core::quant::weight::{Microbatch, WeightRecord, WeightToken};
@@ -22,7 +20,7 @@ use te_fast_core::recipe::definition::{BackwardOverride, Recipe};
 use te_fast_core::recipe::region::Region;
 use te_fast_core::recipe::usage::Usage;
 use te_fast_core::runtime::dispatcher::Dispatcher;
-use te_fast_core::runtime::lane::{Memory, Place};
+use te_fast_core::runtime::lane::Place;
 
 use crate::autocast::recompute::{RecordedScales, recorded_scales};
 use crate::error::Failure;
@@ -34,8 +32,9 @@ use crate::program::handle::{ProgramHandle, PyProgram, Shapes, Tuples};
 use crate::program::parts::Joined;
 use crate::program::tensors::{Flags, Objects, Tensors, float, requires_grad, same, typed, typed_extras};
 use crate::program::together::{self, Source};
+use crate::program::transfers::Transfers;
 use crate::program::weight::{OpSlots, WeightHandle, recycle, reusable, storage_of};
-use crate::program::weight_memory::{CachedWeight, for_backward, make_weight, weight_buffer};
+use crate::program::weight_memory::{CachedWeight, for_backward, make_weight};
 use crate::tensor::given::GivenWeight;
 use crate::tensor::handed::{Made, Stamp};
 use crate::tensor::value::QuantizedValue;
@@ -132,8 +131,8 @@ pub(crate) struct Call<'a, 'py> {
     pub(crate) in_fp8: InFp8,
     /// The caller's memory for the result and for the input's gradient.
     pub(crate) buffers: Option<Bound<'py, Buffers>>,
-    /// Chunks in which rows arrive or leave.
-    pub(crate) pieces: Vec<Pieces>,
+    /// Rows that arrive, and results that leave, beside the launches.
+    pub(crate) transfers: Transfers<'py>,
 }
 
 impl<'a, 'py> Call<'a, 'py> {
@@ -147,7 +146,7 @@ impl<'a, 'py> Call<'a, 'py> {
         (microbatch, version): (Microbatch, Option<u64>),
     ) -> Self {
         let extra_grads = SmallVec::new();
-        let (grads, input_grad, grad_mode, joined, buffers, pieces) = (false, false, false, None, None, Vec::new());
+        let (grads, input_grad, grad_mode, joined, buffers) = (false, false, false, None, None);
         Self {
             state,
             handle,
@@ -164,7 +163,7 @@ impl<'a, 'py> Call<'a, 'py> {
             grad_mode,
             in_fp8: InFp8::default(),
             buffers,
-            pieces,
+            transfers: Transfers::default(),
         }
     }
 
@@ -190,9 +189,9 @@ impl<'a, 'py> Call<'a, 'py> {
         self
     }
 
-    /// The same on rows that arrive or leave in chunks.
-    pub(crate) fn in_pieces(mut self, pieces: Vec<Pieces>) -> Self {
-        self.pieces = pieces;
+    /// The same beside transfers.
+    pub(crate) fn beside(mut self, transfers: Transfers<'py>) -> Self {
+        self.transfers = transfers;
         self
     }
 
@@ -590,88 +589,6 @@ impl<'a, 'py> Call<'a, 'py> {
         }))
     }
 
-    pub(crate) fn launch(
-        &self,
-        tensors: &Tensors<'_>,
-        (program, sized): (&Program, &SizedProgram),
-        results: &Results<'py>,
-        prepared: &[Prepared<'py>],
-        place: Place,
-        skip: Option<&Bound<'py, PyAny>>,
-    ) -> Result<(), Failure> {
-        let (py, state) = (self.x.py(), self.state);
-        let external = Dispatcher::external_bytes(place, sized.forward_scratch())?;
-        let scratch = state.optional_bytes(py, place.device, external.bytes())?;
-        let memory: Memory<'_> = external.memory(state.pointer(scratch.as_ref())?);
-        let mut table = state.tables.take();
-        let mut call = program.call(&mut table);
-        call.set(Port::SkipWeights, state.pointer(skip)?);
-        self.bind_tensors(&mut call, tensors, program, results)?;
-        for (linear, weight) in prepared.iter().enumerate() {
-            if let Some(quantized) = &weight.quantized {
-                call.set_weight(linear, &weight_buffer(quantized));
-            }
-            if let Some(given) = &weight.given {
-                let [row, col] = given.layouts(state)?;
-                call.set_layouts(linear, row, col);
-            }
-            if let Some(param) = weight.fresh.filter(|_| !weight.is_ready) {
-                call.set_fresh_weight(linear, tensors.params[param].data());
-            }
-            call.set_slots(linear, &weight.slots());
-        }
-        CLOCK.mark(Stage::Allocate);
-        {
-            let mut dispatcher = state.dispatcher(py)?;
-            if !self.pieces.is_empty() {
-                let pieces = self.pieces.clone();
-                call.set_pieces(sized.prepare(&mut dispatcher.0, place.device, FlowName::Forward, pieces)?);
-            }
-            sized.run_forward(&mut dispatcher.0.lane(place, sized.forward_scratch(), memory)?, call)?;
-            // A recomputation raises no maximum.
-            let first_runs = prepared.iter().filter(|weight| weight.replay.is_none());
-            for slots in first_runs.filter_map(|weight| weight.slots.as_ref()) {
-                dispatcher.0.autocast.mark_ran(&slots.forward);
-            }
-        }
-        state.tables.give_back(table);
-        Ok(())
-    }
-
-    /// Inputs, results and parameters.
-    fn bind_tensors<'b>(
-        &self,
-        call: &mut Bindings<'_, 'b>,
-        tensors: &'b Tensors<'_>,
-        program: &Program,
-        results: &'b Results<'py>,
-    ) -> Result<(), Failure>
-    where
-        'py: 'b,
-    {
-        let (py, state) = (self.x.py(), self.state);
-        match tensors.handed(state, py)? {
-            Some(handed) => handed.bind((Outer::Input, call)),
-            None => call.set(Port::Input, tensors.x.data()),
-        }
-        call.set(Port::Saved, state.pointer(results.saved.as_ref())?);
-        match &results.y {
-            Output::InFp8(made) => made.bind(state, (Outer::Output, call))?,
-            Output::High(y) if program.output() == Port::Output => call.set(Port::Output, state.pointer(Some(y))?),
-            Output::High(_) => {}
-        }
-        for (index, tensor) in results.extra_outputs.iter().enumerate() {
-            call.set(Port::ExtraOutput(index as u16), state.pointer(Some(tensor))?);
-        }
-        for (index, view) in tensors.extras.iter().enumerate() {
-            call.set(Port::Extra(index as u16), view.data());
-        }
-        for (index, view) in tensors.params.iter().enumerate() {
-            call.set(Port::Param(index as u16), view.data());
-        }
-        Ok(())
-    }
-
     fn keep(
         &self,
         tensors: &Tensors<'_>,
@@ -731,6 +648,16 @@ pub(crate) enum Output<'py> {
     InFp8(Made<'py>),
 }
 
+impl<'py> Output<'py> {
+    /// The tensor, if it is in high precision.
+    pub(crate) const fn high(&self) -> Option<&Bound<'py, PyAny>> {
+        match self {
+            Self::High(tensor) => Some(tensor),
+            Self::InFp8(_) => None,
+        }
+    }
+}
+
 /// A tensor on the caller's memory, in the shape of the result. It becomes a result of autograd, while the caller's
 /// tensor stays plain for the next call.
 pub(crate) fn viewed<'py>(
@@ -767,7 +694,7 @@ pub(crate) struct Prepared<'py> {
     /// The parameter to quantise now.
     pub(crate) fresh: Option<usize>,
     /// Whether the launch of all weights has quantised it.
-    is_ready: bool,
+    pub(crate) is_ready: bool,
     /// How a launch of all weights quantises it.
     cast: Option<WeightCast>,
     /// The kept weight is used.
@@ -790,7 +717,7 @@ impl Prepared<'_> {
         }
     }
 
-    fn slots(&self) -> LinearSlots<'_> {
+    pub(crate) fn slots(&self) -> LinearSlots<'_> {
         match (&self.slots, &self.replay) {
             (Some(slots), Some(replay)) => slots.replayed(replay),
             (Some(slots), None) => slots.slots(),

@@ -11,7 +11,7 @@ use pyo3::types::{PyCapsule, PyCapsuleMethods, PyDict, PyString};
 use te_fast_core::base::dtype::{DType, Device};
 use te_fast_core::base::pointer::DevPtr;
 use te_fast_core::base::tensor::TensorView;
-use te_fast_core::cuda::device::{Event, Stream};
+use te_fast_core::cuda::device::Stream;
 use te_fast_core::{Error, Result};
 
 const CAPSULE: &CStr = c"dlpack_exchange_api";
@@ -220,13 +220,6 @@ fn read_exchange<'a>(
     // SAFETY: torch keeps the memory as long as the tensor object lives, and the view borrows the object.
     let data = unsafe { DevPtr::from_address(address) };
     TensorView::new(data, device, dtype, shape, (!raw.strides.is_null()).then_some(strides))
-}
-
-/// The event of a torch.cuda.Event's handle.
-pub(crate) const fn event(handle: u64) -> Event {
-    // SAFETY: `te_fast.parallel.chunks` hands out the events of its own, which it keeps for the life of the process, and of the
-    // device that the call is on.
-    unsafe { Event::from_raw(handle) }
 }
 
 /// # Safety
