@@ -205,6 +205,35 @@ def test_who_watches_save_for_backward_sees_what_layers_keep(monkeypatch, kind):
         assert torch.equal(one, two)
 
 
+WATCHED = """
+import torch
+
+own = torch.autograd.function.FunctionCtx.save_for_backward
+seen = []
+
+def observe(ctx, *tensors):
+    seen.extend(tensors)
+    return own(ctx, *tensors)
+
+torch.autograd.function.FunctionCtx.save_for_backward = observe
+import te_fast.pytorch as te
+
+layer = te.LayerNormLinear(32, 32, device="cpu")
+x = torch.ones(16, 32, requires_grad=True)
+layer(x).sum().backward()
+assert any(tensor is x for tensor in seen), seen
+torch.autograd.function.FunctionCtx.save_for_backward = own
+seen.clear()
+layer(x).sum().backward()
+assert not seen
+"""
+
+
+def test_who_watched_before_te_fast_came_sees_what_layers_keep(fresh):
+    """Megatron-LM makes its graphs' managers before the first call of a layer."""
+    assert fresh(WATCHED) == ""
+
+
 class Generator:
     """A stand-in for a GPU's generator, which refers to its state as an object."""
 

@@ -101,9 +101,9 @@ pub(crate) struct Torch {
     pub(crate) current_graph_task_id: Py<PyAny>,
     /// Whether the current backward retains its graph; true outside of a backward.
     pub(crate) retains_graph: Option<Py<PyAny>>,
-    /// The class of autograd contexts, and its method.
+    /// The class of autograd contexts, and torch's own method; None if another function stood there already.
     function_ctx: Py<PyAny>,
-    save_for_backward: Py<PyAny>,
+    save_for_backward: Option<Py<PyAny>>,
     pub(crate) module: Py<PyAny>,
     pub(crate) global_hooks: [Py<PyDict>; 4],
     pub(crate) names: Names,
@@ -296,6 +296,22 @@ impl State {
     }
 }
 
+/// torch's method; None if another function has replaced it, as Megatron-LM's watch over saved tensors does.
+fn own_save_for_backward(class: &Bound<'_, PyAny>) -> PyResult<Option<Py<PyAny>>> {
+    let [present, other] = [class.getattr("save_for_backward")?, class.getattr("mark_dirty")?];
+    // Wrappers may copy a function's name and module, but not its code.
+    let files = (file_of(&present), file_of(&other)?);
+    let is_own = match files {
+        (Ok(file), own) => file.eq(own)?,
+        (Err(_), _) => false,
+    };
+    Ok(is_own.then(|| present.unbind()))
+}
+
+fn file_of<'py>(function: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+    function.getattr("__code__")?.getattr("co_filename")
+}
+
 /// Strides of a contiguous tensor.
 pub(crate) fn contiguous_strides(size: &[i64]) -> SmallVec<[i64; 4]> {
     let mut strides = SmallVec::from_elem(1, size.len());
@@ -339,7 +355,7 @@ impl Torch {
                 .ok()
                 .map(Bound::unbind),
             linear: native.getattr("_nn")?.getattr("linear")?.unbind(),
-            save_for_backward: function_ctx.getattr("save_for_backward")?.unbind(),
+            save_for_backward: own_save_for_backward(&function_ctx)?,
             function_ctx: function_ctx.unbind(),
             module: modules.getattr("Module")?.unbind(),
             global_hooks: [
@@ -371,7 +387,8 @@ impl Torch {
     pub(crate) fn save_for_backward(&self, ctx: &Bound<'_, PyAny>, tensors: Bound<'_, PyTuple>) -> PyResult<()> {
         let py = ctx.py();
         let name = intern!(py, "save_for_backward");
-        if self.function_ctx.bind(py).getattr(name)?.is(&self.save_for_backward) {
+        let present = self.function_ctx.bind(py).getattr(name)?;
+        if self.save_for_backward.as_ref().is_some_and(|own| present.is(own)) {
             return ctx.setattr(intern!(py, "to_save"), tensors);
         }
         ctx.call_method1(name, tensors).map(drop)
