@@ -931,6 +931,26 @@ def test_weights_that_are_quantised_tensors(graphs, recipe, caches):
             assert torch.equal(one, other)
 
 
+def test_column_layouts_that_the_warm_up_makes(graphs):
+    """Megatron-LM captures before its optimizer has made the column layouts."""
+    recipe = Float8CurrentScaling()
+    with te.quantized_model_init(recipe=recipe):
+        model = te.Linear(COLS, COLS, **CPU)
+    eager = copy.deepcopy(model)
+    model.weight.update_usage(columnwise_usage=False)
+    assert not model.weight._value.col_is_valid
+    graphed = captured(graphs, recipe, model)
+    x, dy = sample(), torch.randn(ROWS, COLS)
+    for _ in range(2):
+        results = []
+        for layer in (eager, graphed):
+            with te.autocast(recipe=recipe):
+                y = layer(x)
+            y.backward(dy)
+            results.append(y)
+        assert_same(*results)
+
+
 def test_a_weight_whose_bytes_are_elsewhere_raises(graphs):
     recipe = Float8CurrentScaling()
     exchanges = {

@@ -45,9 +45,17 @@ class Parameters:
 
     def __init__(self, name: str, module: torch.nn.Module) -> None:
         self._name, self._module = name, module
+        self._known: list[_Known] = []
+
+    def note(self) -> None:
+        """Note the addresses that the captured graphs read.
+
+        The first backward of a warm-up makes column layouts that are missing before it, so this is called behind the
+        capture.
+        """
         self._known = [
             _Known(part._parameters, key, parameter, _addresses(parameter))
-            for part in module.modules()
+            for part in self._module.modules()
             for key, parameter in part._parameters.items()
             if parameter is not None
         ]

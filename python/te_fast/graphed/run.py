@@ -302,7 +302,8 @@ class Run:
                 self.surface_grads = weak(self.surface_grads)
 
     def finish(self) -> None:
-        """Note, after all captures, how long tensors of a forward are read."""
+        """Note, after all captures, how long tensors of a forward are read, and which parameters."""
+        self.parameters.note()
         if self.shared.options.retain_graph:
             self.last_step = sys.maxsize
         else:
