@@ -697,7 +697,7 @@ def program_run_backward(
     saved_tensors: tuple[Tensor | None, ...],
     grad_output: Tensor,
     extra_grads: tuple[Tensor, ...],
-    transfers: Sequence[Any] | None = None,
+    transfers: tuple[Sequence[Any], bool] | None = None,
     /,
 ) -> tuple[Tensor | None, tuple[Tensor | None, ...], tuple[Tensor | None, ...]]: ...
 def program_run_forward(
@@ -711,7 +711,7 @@ def program_run_forward(
     parameters_need_grad: bool,
     params: tuple[Tensor, ...] | None = None,
     version: int | None = None,
-    transfers: Sequence[Any] | None = None,
+    transfers: tuple[Sequence[Any], bool] | None = None,
     /,
 ) -> tuple[Tensor, tuple[Tensor, ...], ProgramSaved | None, tuple[Tensor | None, ...]]: ...
 def quantize(

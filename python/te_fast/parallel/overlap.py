@@ -31,9 +31,9 @@ _BYTES = 16 << 20
 _ROWS = 256
 #: Pieces begin at multiples of so many rows or columns, as products in FP8 and blocks of scales need.
 _ROW_GRANULE, _COLUMN_GRANULE = 16, 128
-#: Parts of the result's columns that have been computed when a block leaves. Only the last block's collective has no
-#: product beside it, and only the first block's product has no collective beside it.
-_LEAVES_AT = (1 / 2, 3 / 4, 1)
+#: Parts of the result's columns that have been computed when a block leaves. The last block's collective has no product
+#: beside it, and the first block's product no collective; each block costs launches.
+_LEAVES_AT = (5 / 8, 1)
 
 _forced: int | None = None
 
@@ -48,9 +48,10 @@ def communication_chunks(count: int | None = None) -> int | None:
     ----------
     count : int, optional
         1 cuts nothing. A larger number cuts all products that can be cut, and is the number of blocks of columns, if
-        there are as many times 128 columns. By default, products are cut on GPUs with
+        there are as many times 128 columns. By default, large products are cut on GPUs with
         ``CUDA_DEVICE_MAX_CONNECTIONS=1``, if 16 MiB travel, and a rank has 256 rows: only with one queue does a GPU
-        start a collective before the product that was launched after it. Inside of CUDA graphs nothing is cut.
+        start a collective before the product that was launched after it. Large is a product of 10¹¹ multiplications
+        in 16 bit, and of 2·10¹¹ in FP8. Inside of CUDA graphs nothing is cut.
 
     Returns
     -------
@@ -218,13 +219,6 @@ class Leaving:
         block = result.view(-1)[rows * begin : rows * end].view(rows, end - begin)
         part, handle = self._ranks.scatter(block, later=True)
         self._sent.append((slice(begin, end), part, handle))
-        if number:
-            self._place(number - 1)
-
-    def _place(self, number: int) -> None:
-        columns, part, handle = self._sent[number]
-        self._ranks.wait(handle)
-        self._out.view(-1, self._out.shape[-1])[:, columns].copy_(part)
 
     def join(self) -> None:
         """Wait for what is under way, before its memory is freed."""
@@ -235,8 +229,18 @@ class Leaving:
         """Return this rank's rows of the sum of `whole`, whose product may not have been cut."""
         if not self._sent:
             return self._ranks.scatter(whole)[0]
-        self._place(len(self._sent) - 1)
+        for columns, part, handle in self._sent:  # the last one may still be under way beside the first copies
+            self._ranks.wait(handle)
+            self._out.view(-1, self._out.shape[-1])[:, columns].copy_(part)
         return self._out
+
+
+def native_of(
+    *transfers: Arriving | Leaving | None,
+) -> tuple[list[NativeArriving | NativeLeaving], bool] | None:
+    """Return the transfers in the native call, and whether to cut products of any size; None without transfers."""
+    given = [transfer.native for transfer in transfers if transfer is not None]
+    return (given, _forced is not None) if given else None
 
 
 @contextmanager

@@ -16,7 +16,14 @@ import torch
 
 from te_fast.parallel.agreement import Agreement
 from te_fast.parallel.collectives import Ranks
-from te_fast.parallel.overlap import Arriving, Leaving, ends_of_blocks, joined, own_rows_first
+from te_fast.parallel.overlap import (
+    Arriving,
+    Leaving,
+    ends_of_blocks,
+    joined,
+    native_of,
+    own_rows_first,
+)
 from te_fast.parallel.quantized import Gather, cuts_no_blocks, gather_input, gather_rows
 from te_fast.runtime import native, rows
 from te_fast.runtime.collectives import check_rows
@@ -157,7 +164,7 @@ class Segment:
             self.first.save_original_input = again and exchange.before == "gather"
         whole, parts, coming = self._gathered(x, run.recipe, quantizer, wanted=wanted)
         leaving = self._to_leave(whole, extras)
-        transfers = [each.native for each in (coming, leaving) if each is not None]
+        transfers = native_of(coming, leaving)
         if whole.numel() == 0:
             given = parameters if parameters is not None else tuple(owner.parameters())
             y, outputs, kept, saved = rows.run_on_nothing(
@@ -174,7 +181,7 @@ class Segment:
                     *needs,
                     parameters,
                     version,
-                    transfers or None,
+                    transfers,
                 )
         if wanted:
             run.kept, run.saved = kept, list(saved)
@@ -285,7 +292,7 @@ class Segment:
                     tuple(tensors),
                     dy,
                     extra_grads,
-                    None if coming is None else [coming.native],
+                    native_of(coming),
                 )
             gradients, reduction = list(found), None
             if dx is not None and dwhole is not None:

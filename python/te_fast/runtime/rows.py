@@ -160,7 +160,7 @@ def run_backward(
     saved: tuple[torch.Tensor | None, ...],
     dy: torch.Tensor,
     extra_grads: Tensors,
-    transfers: Sequence[Any] | None = None,
+    transfers: tuple[Sequence[Any], bool] | None = None,
 ) -> Any:
     """Return the gradients of input, parameters and extra inputs, from the data of a program's run.
 

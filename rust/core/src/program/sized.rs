@@ -130,7 +130,8 @@ impl SizedProgram {
         self.flows[flow.number()].scratch
     }
 
-    /// The launches of a flow that runs beside `transfers`, whose products are cut if possible.
+    /// The launches of a flow that runs beside transfers, whose products are cut if possible, and if it pays or is asked
+    /// for in all cases.
     ///
     /// # Errors
     /// Transfers that do not fit the flow's product, or what cuBLAS lacks.
@@ -139,7 +140,7 @@ impl SizedProgram {
         dispatcher: &mut Dispatcher,
         device: Device,
         flow: FlowName,
-        transfers: &[Transfer<'a>],
+        transfers: (&[Transfer<'a>], bool),
     ) -> Result<Script<'a>> {
         let Flow { launches, cuts, .. } = &self.flows[flow.number()];
         Script::new(dispatcher, device, flow, (launches, cuts), transfers)

@@ -327,7 +327,7 @@ pub(crate) fn program_run_forward<'py>(
     parameters_need_grad: bool,
     params: Option<&Bound<'py, PyTuple>>,
     version: Option<u64>,
-    transfers: Option<Vec<Given<'py>>>,
+    transfers: Option<(Vec<Given<'py>>, bool)>,
 ) -> PyResult<Bound<'py, PyAny>> {
     let py = x.py();
     let state = state(py)?;
@@ -380,7 +380,7 @@ pub(crate) fn program_run_backward<'py>(
     saved_tensors: &Bound<'py, PyTuple>,
     grad_output: &Bound<'py, PyAny>,
     extra_grads: &Bound<'py, PyTuple>,
-    transfers: Option<Vec<Given<'py>>>,
+    transfers: Option<(Vec<Given<'py>>, bool)>,
 ) -> PyResult<(Option<Bound<'py, PyAny>>, Bound<'py, PyTuple>, Bound<'py, PyTuple>)> {
     let py = kept.py();
     let grads: Objects<'py> = std::iter::once(grad_output.clone()).chain(extra_grads.iter()).collect();

@@ -39,15 +39,19 @@ impl Given<'_> {
 
 /// The transfers of a call; most calls have none.
 #[derive(Debug, Default)]
-pub(crate) struct Transfers<'py>(Vec<Given<'py>>);
+pub(crate) struct Transfers<'py> {
+    all: Vec<Given<'py>>,
+    /// Whether products are cut even if that does not pay.
+    always: bool,
+}
 
 impl<'py> Transfers<'py> {
-    pub(crate) fn new(given: Option<Vec<Given<'py>>>) -> Self {
-        Self(given.unwrap_or_default())
+    pub(crate) fn new(given: Option<(Vec<Given<'py>>, bool)>) -> Self {
+        given.map_or_else(Self::default, |(all, always)| Self { all, always })
     }
 
     pub(crate) const fn is_empty(&self) -> bool {
-        self.0.is_empty()
+        self.all.is_empty()
     }
 
     /// The memory of a call: with pauses, other calls may use the stream's own in between.
@@ -69,18 +73,18 @@ impl<'py> Transfers<'py> {
         made: &'s mut Option<Script<'a>>,
     ) -> Result<&'s mut Script<'a>, Failure> {
         if made.is_none() {
-            *made = Some(sized.script(dispatcher, device, flow, &self.read(state)?)?);
+            *made = Some(sized.script(dispatcher, device, flow, (&self.read(state)?, self.always))?);
         }
         made.as_mut().ok_or_else(|| Error::state("a transfer", "no script; report this").into())
     }
 
     fn read(&self, state: &State) -> Result<Vec<Transfer<'_>>, Failure> {
-        self.0.iter().map(|given| given.read(state)).collect()
+        self.all.iter().map(|given| given.read(state)).collect()
     }
 
     /// Lets Python act at a pause; a leaving transfer takes the result that is being computed.
     pub(crate) fn act(&self, pause: Pause, result: Option<&Bound<'py, PyAny>>) -> PyResult<()> {
-        match &self.0[pause.transfer] {
+        match &self.all[pause.transfer] {
             Given::Arriving((.., wait)) => wait.call0(),
             Given::Leaving((_, send)) => send.call1((pause.number, result)),
         }
