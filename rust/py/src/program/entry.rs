@@ -2,6 +2,7 @@
 //! autograd node or inside a node of Python. They read a module's dictionaries only to gather the parameters of a call
 //! without parameters.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use pyo3::intern;
@@ -20,7 +21,7 @@ use crate::program::buffers::Buffers;
 use crate::program::forward::{Call, Done};
 use crate::program::handle::ProgramHandle;
 use crate::program::parts::Joined;
-use crate::program::tensors::{Objects, Tensors, present_parameters, requires_grad};
+use crate::program::tensors::{Flags, Objects, Tensors, present_parameters, requires_grad};
 use crate::program::transfers::{Given, Transfers};
 use crate::torch::process::{State, state};
 use crate::torch::reader::view_of;
@@ -302,8 +303,14 @@ pub(crate) fn program_autograd_forward<'py>(
         .of_parts(joined)
         .into_buffers(buffers)
         .handing_out(in_fp8);
-    let extra_grads = extras.iter().map(requires_grad).collect::<PyResult<_>>()?;
-    call.wants(true, requires_grad(x)?, extra_grads, true);
+    // The tensors' own property costs several times as much, for quantised ones most.
+    let needs = ctx.getattr(intern!(py, "needs_input_grad"))?.cast_into::<PyTuple>()?;
+    let need = |index: usize| needs.get_borrowed_item(index)?.is_truthy();
+    let all = |range: Range<usize>| range.map(need).collect::<PyResult<Flags>>();
+    call.wants(true, need(0)?, all(1 + given..count - OTHERS)?, true);
+    if call.joined.is_none() {
+        call.param_grads = Some(all(1..1 + given)?);
+    }
     let mut done = call.run()?;
     state.torch.save_for_backward(ctx, done.to_save(&call)?)?;
     let saved = kept(&call, &mut done)?;

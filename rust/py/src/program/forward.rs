@@ -125,6 +125,8 @@ pub(crate) struct Call<'a, 'py> {
     pub(crate) grads: bool,
     pub(crate) input_grad: bool,
     pub(crate) extra_grads: Flags,
+    /// Which parameters need a gradient, if that is known already.
+    pub(crate) param_grads: Option<Flags>,
     /// torch's grad mode where the chain was called.
     pub(crate) grad_mode: bool,
     /// The quantised results that the call requests.
@@ -160,6 +162,7 @@ impl<'a, 'py> Call<'a, 'py> {
             grads,
             input_grad,
             extra_grads,
+            param_grads: None,
             grad_mode,
             in_fp8: InFp8::default(),
             buffers,
@@ -307,7 +310,10 @@ impl<'a, 'py> Call<'a, 'py> {
         let handed = tensors.handed(state, py)?.map(|value| value.kind);
         let activation = float(x, "the input")?;
         let wants = |tensor: &Bound<'_, PyAny>| -> PyResult<bool> { Ok(self.grads && requires_grad(tensor)?) };
-        let param_grads = self.params.iter().map(wants).collect::<PyResult<Flags>>()?;
+        let param_grads = match &self.param_grads {
+            Some(known) => known.clone(),
+            None => self.params.iter().map(wants).collect::<PyResult<Flags>>()?,
+        };
         let any_rows = state.dispatcher(py)?.0.auto_pad;
         let mut handle = self.handle.try_borrow_mut()?;
         let linears = handle.linear_calls(py)?;
