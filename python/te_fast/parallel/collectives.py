@@ -49,7 +49,8 @@ class Ranks:
 
     def __init__(self, name: str, group: Any) -> None:
         self.name, self.group = name, group
-        self.size, self.rank = get_distributed_world_size(group), get_distributed_rank(group)
+        self.size = get_distributed_world_size(group)
+        self.rank = get_distributed_rank(group) if self.size > 1 else 0
 
     def gather(self, x: torch.Tensor, *, later: bool = False) -> tuple[torch.Tensor, Handle]:
         """Concatenate the rows of all ranks."""
