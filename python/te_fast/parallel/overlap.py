@@ -33,7 +33,7 @@ _ROWS = 256
 _ROW_GRANULE, _COLUMN_GRANULE = 16, 128
 #: Parts of the result's columns that have been computed when a block leaves. The last block's collective has no product
 #: beside it, and the first block's product no collective; each block costs launches.
-_LEAVES_AT = (5 / 8, 1)
+_LEAVES_AT = (5 / 8, 7 / 8, 1)
 
 _forced: int | None = None
 
