@@ -7,6 +7,7 @@ The long steps before training (imports, the model, its optimizer) and every tra
 done. With ``--seconds`` training ends when that much time has passed since the start, after 8 steps at least.
 For te_fast, te_fast_alias must be installed or on the path (``python/alias``); for Transformer Engine it must not.
 The bench measures megatron-core (model, DistributedDataParallel, distributed optimizer) on random tokens.
+``--recompute``, ``--microbatches``, ``--mla`` and ``--shared-experts`` change the model or its schedule.
 
 ``--save FOLDER --save-at 150`` writes a checkpoint in the middle of a run, and ``--load FOLDER`` goes on from one,
 which the other library may have written: the model with its FP8 states, and the optimizer's state. One rank only.
@@ -26,6 +27,7 @@ import os
 import statistics
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--microbatches", type=int, default=1, help="of a step, each of --batch")
+    parser.add_argument(
+        "--recompute", nargs="+", metavar="PART", help="full, or Megatron-LM's recompute_modules"
+    )
+    parser.add_argument("--mla", action="store_true", help="multi-latent attention, 192/128")
+    parser.add_argument("--shared-experts", type=int, default=0, help="their hidden size")
     parser.add_argument("--seconds", type=float, help="of the whole run; fewer steps then")
     parser.add_argument(
         "--alias", action="store_true", help="install te_fast_alias from python/alias"
@@ -103,7 +111,10 @@ def is_over(given: argparse.Namespace, step: int) -> bool:
 def make_config(given: argparse.Namespace) -> Any:
     """Return Megatron-LM's configuration."""
     import torch
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import (
+        MLATransformerConfig,
+        TransformerConfig,
+    )
 
     fp8: dict[str, Any] = {}
     if given.fp8 is not None:
@@ -122,13 +133,27 @@ def make_config(given: argparse.Namespace) -> Any:
             "moe_router_load_balancing_type": "aux_loss",
             "expert_model_parallel_size": given.ep,
             "expert_tensor_parallel_size": 1,
+            "moe_shared_expert_intermediate_size": given.shared_experts or None,
+        }
+    recomputed: dict[str, Any] = {}
+    if given.recompute == ["full"]:
+        recomputed = {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+    elif given.recompute:
+        recomputed = {
+            "recompute_granularity": "selective",
+            "recompute_modules": given.recompute,
         }
     graphs: dict[str, Any] = {}
     if given.graphs is not None:
         # No parts are the whole layer. The shapes of experts follow the tokens, so that graphs cannot have them.
         parts = ["attn", "moe_router", "moe_preprocess"] if given.experts else []
         graphs = {"cuda_graph_impl": given.graphs, "cuda_graph_modules": parts}
-    return TransformerConfig(
+    kind = MLATransformerConfig if given.mla else TransformerConfig
+    return kind(
         num_layers=given.layers,
         hidden_size=given.hidden,
         ffn_hidden_size=4 * given.hidden,
@@ -146,6 +171,7 @@ def make_config(given: argparse.Namespace) -> Any:
         gradient_accumulation_fusion=False,
         **fp8,
         **experts,
+        **recomputed,
         **graphs,
     )
 
@@ -159,11 +185,13 @@ def make_model(given: argparse.Namespace) -> tuple[Any, Any]:
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     config = make_config(given)
-    experts = {"num_experts": given.experts, "moe_grouped_gemm": True} if given.experts else {}
+    parts = {"num_experts": given.experts, "moe_grouped_gemm": True} if given.experts else {}
     with get_fp8_context(config, is_init=True):
         model = GPTModel(
             config,
-            get_gpt_layer_with_transformer_engine_spec(**experts),
+            get_gpt_layer_with_transformer_engine_spec(
+                **parts, multi_latent_attention=given.mla, qk_layernorm=given.mla
+            ),
             vocab_size=32768,
             max_sequence_length=given.length,
             position_embedding_type="rope",
@@ -213,7 +241,7 @@ class Graphs:
         replicas = parallel_state.get_data_parallel_world_size()
         num_microbatches_calculator.init_num_microbatches_calculator(
             rank=int(os.environ.get("RANK", "0")),
-            global_batch_size=given.batch * replicas,
+            global_batch_size=given.batch * replicas * given.microbatches,
             micro_batch_size=given.batch,
             data_parallel_size=replicas,
         )
@@ -304,16 +332,22 @@ def train(given: argparse.Namespace, model: Any, optimizer: Any) -> tuple[list[f
             save(given.save, step, model, optimizer)
         graphs.before_step(step - first)
         generator = torch.Generator(device="cuda").manual_seed(step % 4)
-        tokens = torch.randint(
-            0, 32768, (given.batch, given.length + 1), device="cuda", generator=generator
-        )
+        size = (given.microbatches, given.batch, given.length + 1)
+        tokens = torch.randint(0, 32768, size, device="cuda", generator=generator)
         torch.cuda.synchronize()
         begin = time.perf_counter()
         model.zero_grad_buffer()
         optimizer.zero_grad()
         model.module.set_is_first_microbatch()
-        loss = model(tokens[:, :-1], places, None, labels=tokens[:, 1:]).float().mean()
-        loss.backward()
+        loss = torch.zeros((), device="cuda")
+        for number, microbatch in enumerate(tokens):
+            is_last = number == given.microbatches - 1
+            # As Megatron-LM's schedule does: gradients are reduced in the last backward.
+            with nullcontext() if is_last else model.no_sync():
+                own = model(microbatch[:, :-1], places, None, labels=microbatch[:, 1:])
+                own = own.float().mean() / given.microbatches
+                own.backward()
+            loss += own.detach()
         finalize_model_grads([model])
         graphs.after_backward()
         optimizer.step()
@@ -356,7 +390,8 @@ def main() -> None:
     model, optimizer = make_model(given)
     say("made model and optimizer")
     losses, seconds = train(given, model, optimizer)
-    tokens = given.batch * given.length * torch.distributed.get_world_size() // given.tp
+    tokens = given.microbatches * given.batch * given.length
+    tokens = tokens * torch.distributed.get_world_size() // given.tp
     result = {
         "transformer_engine": transformer_engine.__version__,
         "megatron": importlib.metadata.version("megatron-core"),
