@@ -169,6 +169,7 @@ def make_config(given: argparse.Namespace) -> Any:
         tensor_model_parallel_size=given.tp,
         sequence_parallel=given.tp > 1,
         gradient_accumulation_fusion=False,
+        qk_layernorm=given.mla,
         **fp8,
         **experts,
         **recomputed,

@@ -8,7 +8,7 @@ as many rounds as its share allows, 3 at least. Cases that find no time left are
 
 ``layers``: GPU time of forward and backward with sequence parallelism, in turn with Transformer Engine's layers, and
 the share of the collectives' own time that is hidden. The time without collectives is that of the same layer with
-collectives that do nothing and no product that is cut. ``--chunks 1`` cuts none in all measurements. ``host``: the host time
+collectives that do nothing and no product that is cut. ``--chunks 1`` cuts none at all. ``host``: the host time
 of forward and backward of 100 ``Linear(256)`` under delayed scaling, whose maxima are reduced over the ranks, over that
 of ``nn.Linear``. ``scaling``: steps of DDP and FSDP2 in BF16 with layers of te_fast and of torch, on all ranks and, in
 turn with that, by each rank alone on the same rows. Weak scaling is the time alone over the time together.
@@ -547,7 +547,9 @@ def main() -> int:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--seconds", type=float, help="time that all cases share")
     parser.add_argument("--recipes", nargs="*", choices=RECIPES, default=["delayed", "current"])
-    parser.add_argument("--chunks", type=int, help="as of te_fast.communication_chunks, which decides by default")
+    parser.add_argument(
+        "--chunks", type=int, help="as of te_fast.communication_chunks, which decides by default"
+    )
     parser.add_argument(
         "--connections",
         default="1",

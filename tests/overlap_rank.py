@@ -1,4 +1,4 @@
-"""One of several ranks whose products are cut beside collectives: ``python overlap_rank.py RANK WORLD FOLDER SCENE ...``.
+"""One of several ranks whose products are cut: ``python overlap_rank.py RANK WORLD FOLDER KIND SCENE ...``.
 
 Results and gradients equal those of whole products, on the CPU bit for bit; ``parallel_rank.py`` compares whole
 products with plain torch. Run by ``unit/test_parallel_ranks.py``.

@@ -101,6 +101,7 @@ __all__ = [
     "scale_of_amax",
     "set_auto_pad",
     "set_check_device",
+    "set_graph_phase",
     "split_rotated",
     "stack_values",
     "stage_clock",
@@ -660,6 +661,7 @@ def norm_backward(
     /,
 ) -> None: ...
 def note_scale_change() -> None: ...
+def set_graph_phase(begins: bool, /) -> None: ...
 def program_apply(
     program: Program,
     owner: Any,

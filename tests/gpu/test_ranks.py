@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from overlap_rank import scenes as overlap_scenes
 from compiled_parallel_rank import scenes as compiled_scenes
 from expert_rank import scenes as expert_scenes
+from overlap_rank import scenes as overlap_scenes
 from parallel_attention_rank import scenes as attention_scenes
 from parallel_rank import scenes
 from ranks import run

@@ -3,9 +3,9 @@
 import pytest
 import torch.distributed as dist
 
-from overlap_rank import scenes as overlap_scenes
 from compiled_parallel_rank import scenes as compiled_scenes
 from graphs import needs_compile
+from overlap_rank import scenes as overlap_scenes
 from parallel_attention_rank import scenes as attention_scenes
 from parallel_rank import scenes
 from ranks import asked, run

@@ -8,6 +8,7 @@ from reference import quantized_values
 from te_fast import dispatch
 from te_fast.common.recipe import DelayedScaling
 from te_fast.errors import ShapeError
+from te_fast.pytorch.graph import set_capture_end, set_capture_start
 
 manager = te.FP8GlobalStateManager
 ONE = torch.tensor(1.0)
@@ -57,6 +58,36 @@ def test_the_flag_decides_whether_the_weight_is_quantised(recipe, first, grad):
         assert (fresh.double() - wanted).abs().max() <= 2**-8 * wanted.abs().max()
     else:
         assert torch.equal(fresh, -2 * former)
+
+
+def test_warm_ups_of_a_phase_heed_the_flag(recipe):
+    """Megatron-LM's own graphs open no region for graphs: their warm-ups make the memory that the graphs read."""
+    layer, x = make()
+    manager.set_skip_fp8_weight_update_tensor(False)
+
+    def call():
+        with te.autocast(recipe=recipe):
+            return layer(x, is_first_microbatch=False)
+
+    set_capture_start()
+    try:
+        former = call()
+        with torch.no_grad():
+            layer.weight.mul_(-2)
+        manager.set_skip_fp8_weight_update_tensor(True)
+        if not recipe.delayed():  # whose scales have changed
+            assert torch.equal(call(), former)
+        manager.set_skip_fp8_weight_update_tensor(False)
+        fresh = call()
+    finally:
+        set_capture_end()
+    if not recipe.delayed():
+        assert torch.equal(fresh, -2 * former)
+    manager.set_skip_fp8_weight_update_tensor(True)
+    with torch.no_grad():
+        layer.weight.zero_()
+    with te.autocast(recipe=recipe):
+        assert not layer(x, is_first_microbatch=True).any()  # the phase is over
 
 
 @pytest.mark.parametrize("kind", [te.Linear, te.LayerNormLinear])

@@ -75,9 +75,7 @@ class Agreement:
             "recipe": [zlib.crc32(recipe.encode())],
             "sizes and modes of the layer": [zlib.crc32(self._layer.encode())],
             "set of what wants gradients": [int(wanted), int(needs_input)],
-            "communication_chunks, or CUDA_DEVICE_MAX_CONNECTIONS,": list(
-                map(int, setting())
-            ),
+            "communication_chunks, or CUDA_DEVICE_MAX_CONNECTIONS,": list(map(int, setting())),
         }
         own["input's shape"] += [0] * (_DIMENSIONS + 1 - len(own["input's shape"]))
         flat = [number for numbers in own.values() for number in numbers]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 NativeArriving = tuple[torch.Tensor, int, Callable[[], None]]
 NativeLeaving = tuple[list[int], Callable[[int, torch.Tensor], None]]
 
-#: Tensors that are gathered, or reduced, have so many bytes at least; shorter collectives cost less than what they hide.
+#: Tensors that are gathered, or reduced, have so many bytes at least; shorter collectives cost less than cuts.
 _BYTES = 16 << 20
 #: Products of fewer rows do not fill a GPU.
 _ROWS = 256
@@ -229,7 +229,11 @@ class Leaving:
         """Return this rank's rows of the sum of `whole`, whose product may not have been cut."""
         if not self._sent:
             return self._ranks.scatter(whole)[0]
-        for columns, part, handle in self._sent:  # the last one may still be under way beside the first copies
+        for (
+            columns,
+            part,
+            handle,
+        ) in self._sent:  # the last one may still be under way beside the first copies
             self._ranks.wait(handle)
             self._out.view(-1, self._out.shape[-1])[:, columns].copy_(part)
         return self._out

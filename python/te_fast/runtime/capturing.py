@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from te_fast.runtime import delayed
+from te_fast.runtime import delayed, native
 
 
 class _Phase:
@@ -28,6 +28,7 @@ def set_capture_start() -> None:
     >>> set_capture_end()
     """
     _Phase.is_capturing = True
+    native.set_graph_phase(True)
 
 
 def set_capture_end() -> None:
@@ -45,6 +46,7 @@ def set_capture_end() -> None:
     False
     """
     _Phase.is_capturing = False
+    native.set_graph_phase(False)
 
 
 def is_graph_capturing() -> bool:

@@ -31,7 +31,8 @@ mod _native {
     };
     #[pymodule_export]
     use crate::autocast::slots::{
-        SlotsHandle, amax_mark_all_ran, amax_participants, delayed_callbacks, note_scale_change, update_scales,
+        SlotsHandle, amax_mark_all_ran, amax_participants, delayed_callbacks, note_scale_change, set_graph_phase,
+        update_scales,
     };
     #[pymodule_export]
     use crate::direct::activation::{activation, activation_backward};

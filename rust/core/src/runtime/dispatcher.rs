@@ -61,6 +61,8 @@ pub struct Dispatcher {
     pub optimizer_steps: u64,
     /// `te_fast.auto_pad`: whether row counts that are not multiples of 8 are accepted.
     pub auto_pad: bool,
+    /// Whether a wrapper of graphs warms up and captures: between Python's `set_capture_start` and `set_capture_end`.
+    pub graph_phase: bool,
     /// Whether the process sees more than one device; false until a device is open.
     several_devices: bool,
     devices: Vec<Option<Box<DeviceState>>>,
@@ -79,6 +81,7 @@ impl Dispatcher {
             cache_epoch: 0,
             optimizer_steps: 0,
             auto_pad: false,
+            graph_phase: false,
             several_devices: false,
             devices: Vec::new(),
             host: HostState { gemms: GemmPlans::default(), counters: vec![0; COUNTER_BYTES / 8], scratch: Vec::new() },

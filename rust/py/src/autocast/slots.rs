@@ -163,6 +163,14 @@ pub(crate) fn note_scale_change(py: Python<'_>) -> PyResult<()> {
     Ok(())
 }
 
+/// Begins or ends a phase in which Python's wrappers of graphs warm up and capture.
+#[pyfunction]
+#[pyo3(signature = (begins, /))]
+pub(crate) fn set_graph_phase(py: Python<'_>, begins: bool) -> PyResult<()> {
+    state(py)?.dispatcher(py)?.0.graph_phase = begins;
+    Ok(())
+}
+
 /// The numbers of the slots that take part in updates, in the order of all ranks.
 #[pyfunction]
 #[pyo3(signature = (forward, /))]

@@ -246,7 +246,10 @@ impl<'a, 'py> Call<'a, 'py> {
         CLOCK.mark(Stage::Read);
         let _guard = state.guard(py, x.device())?;
         let place = Place { device: x.device(), stream: state.reader.stream(py, x.device())? };
-        let region = *state.dispatcher(py)?.0.autocast.current();
+        let (region, in_graph_phase) = {
+            let dispatcher = &mut state.dispatcher(py)?.0;
+            (*dispatcher.autocast.current(), dispatcher.graph_phase)
+        };
         let (compiled, sized) = self.program(tensors, &region)?;
         let program = &compiled.program;
         let replays = if region.enabled && region.recipe.is_delayed() {
@@ -258,7 +261,9 @@ impl<'a, 'py> Call<'a, 'py> {
         self.handle.try_borrow_mut()?.last_region = region.enabled.then_some(region);
         let shapes = ProgramHandle::shapes(self.handle, x.shape(), program)?;
         let capturing = matches!(place.device, Device::Cuda(_)) && is_capturing(place.stream)?;
-        let flagged = region.enabled && (capturing || region.graph);
+        // Also in warm-ups of a phase of captures: memory that a warm-up allocates lies outside of the graphs' pool, in
+        // which graphs that were captured earlier would overwrite it at each replay.
+        let flagged = region.enabled && (capturing || region.graph || in_graph_phase);
         let flag = if flagged { skip_flag(state, py, place.device)? } else { None };
         let prepared = self.weights(tensors, &compiled, &region, (place, capturing), flag.is_some(), replays)?;
         // Weights that do not exist yet are quantised, for any value of the flag, since a graph runs later.
@@ -506,9 +511,10 @@ impl<'a, 'py> Call<'a, 'py> {
             } else if let Some(ready) = ready {
                 (ready, Some(param))
             } else {
-                let former = if skippable { None } else { recycle(weight, (place, capturing))? };
                 let parameter = copied.map_or(&self.params[param], |(_, first)| first.bind(py));
-                let made = make_weight(py, state, storage_of(state, weight, parameter)?, record, former)?;
+                let storage = storage_of(state, weight, parameter)?;
+                let former = if skippable { None } else { recycle(weight, (place, capturing))? };
+                let made = make_weight(py, state, storage, record, former)?;
                 (Arc::new(made), Some(param))
             };
             let quantized = Some(quantized);
