@@ -41,7 +41,7 @@ def test_a_later_microbatch_reads_the_weights_that_the_first_has_quantised(flag,
     set_capture_start()
     for layer in layers:  # the warm-up
         with te.autocast(recipe=recipe):
-            layer(x, is_first_microbatch=False).sum().backward()
+            layer(x.detach().requires_grad_(), is_first_microbatch=False).sum().backward()
         layer.zero_grad()
     torch.cuda.synchronize()
 
