@@ -234,18 +234,48 @@ def collectives():
         assert torch.equal(second.whole, torch.cat(parts, 1))
     ends = [128, 512, 768]
     sums = [random(48 * size, 768, seed=other).round() for other in range(size)]
-    out = torch.empty(48, 768, device=device())
-    leaving = overlap.Leaving(ranks, ends, out)
+    leaving = overlap.Leaving(ranks, ends)
     of_columns, send = leaving.native
     assert of_columns == ends
     blocks = [sums[rank][:, begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
     result = torch.cat([block.reshape(-1) for block in blocks]).view(48 * size, 768)
     for number in range(3):
         send(number, result)
-    assert leaving.result(result) is out
+    out = leaving.result(result)
     assert torch.equal(out, sum(sums).chunk(size)[rank])
-    whole = overlap.Leaving(ranks, ends, out).result(sums[rank])
+    whole = overlap.Leaving(ranks, ends).result(sums[rank])
     assert torch.equal(whole, sum(sums).chunk(size)[rank])
+
+
+@scene
+def a_rank_in_the_middle():
+    """Other ranks' rows before and behind a rank's own are two pieces."""
+    for name, recipe in product(("column", "row", "mlp"), (None, "current")):
+        found = []
+        for count in (1, 2):
+            layer = seeded(LAYERS[name], torch.bfloat16)
+            with in_chunks(count):
+                found.append(step(name, layer, recipe, torch.bfloat16))
+        same(found[1], found[0], (name, recipe))
+
+
+@scene
+def a_gradient_that_no_product_reads():
+    """Rows of an FP8 gradient that only a sum reads are awaited at once."""
+    for recipe, name in product(("current", "delayed"), ("row", "mlp")):
+        found = []
+        for count in (1, 2):
+            layer = seeded(LAYERS[name], torch.bfloat16)
+            *frozen, trained = layer.parameters()
+            for parameter in frozen:
+                parameter.requires_grad_(False)
+            rows = ROWS * dist.get_world_size() if name == "row" else ROWS
+            x = random(rows, IN, seed=dist.get_rank()).bfloat16()
+            with in_chunks(count), te.autocast(enabled=True, recipe=RECIPES[recipe]()):
+                y = layer(x)
+                y.backward(random(*y.shape, seed=9).bfloat16())
+            found.append([y.detach(), trained.grad])
+        same(found[1], found[0], (recipe, name))
 
 
 @scene
@@ -309,6 +339,10 @@ def which_are_cut():
             overlap.ends_of_blocks(16, columns, 2, 2, cpu) for columns in (64, 128, 200, 256, 512)
         ]
         assert found == [[], [], [], [128, 256], [128, 256, 512]], found
+    for count in (22, 10**9):
+        with in_chunks(count):
+            ends = overlap.ends_of_blocks(16, 22 * 128, 2, 2, cpu)
+            assert ends == [128 * end for end in range(1, 23)], ends
     if device().type == "cpu":
         torch.cuda.is_current_stream_capturing = lambda: False
         for one_queue in (False, True):

@@ -234,6 +234,20 @@ def test_who_watched_before_te_fast_came_sees_what_layers_keep(fresh):
     assert fresh(WATCHED) == ""
 
 
+@pytest.mark.parametrize(
+    "other", ["functools.partial(own_mark)", "lambda ctx, *t: own_mark(ctx, *t)"]
+)
+def test_who_watches_other_methods_too(fresh, other):
+    head = f"""
+import functools
+import torch
+
+own_mark = torch.autograd.function.FunctionCtx.mark_dirty
+torch.autograd.function.FunctionCtx.mark_dirty = {other}
+"""
+    assert fresh(head + WATCHED) == ""
+
+
 class Generator:
     """A stand-in for a GPU's generator, which refers to its state as an object."""
 

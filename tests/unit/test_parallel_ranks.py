@@ -54,8 +54,12 @@ def test_two_ranks_that_share_heads(of_attention, scene):
 
 
 @pytest.mark.parametrize("size", quickly([2, 4], 2))
-def test_collectives_in_chunks(fresh, tmp_path, size):
-    names = tuple(overlap_scenes.functions) if size == 2 else ("products_are_cut", "collectives")
+def test_products_beside_collectives(fresh, tmp_path, size):
+    names = (
+        tuple(overlap_scenes.functions)
+        if size == 2
+        else ("products_are_cut", "collectives", "a_rank_in_the_middle")
+    )
     assert run(fresh, tmp_path, "overlap_rank", size, names) == [dict.fromkeys(names, "")] * size
 
 

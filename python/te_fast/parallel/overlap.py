@@ -42,7 +42,8 @@ def communication_chunks(count: int | None = None) -> int | None:
     """Set whether tensor parallelism cuts products, so that collectives run beside their parts.
 
     A product of gathered rows is cut in two: the rows of this rank, and then those of the other ranks, which arrive
-    meanwhile. A product whose result is reduced and scattered is cut into blocks of columns. Results are the same.
+    meanwhile. A product whose result is reduced and scattered is cut into blocks of columns. Results are the same, but
+    for the order in which a GPU's library sums: it may choose another algorithm for a part.
 
     Parameters
     ----------
@@ -135,11 +136,12 @@ def ends_of_blocks(
     is_cut = _pays(rows, rows * columns * element_size * ranks, device)
     if ranks == 1 or granules < 2 or columns % _COLUMN_GRANULE != 0 or not is_cut:
         return []
-    shares: Sequence[float] = _LEAVES_AT
-    if _forced is not None:
-        shares = [(block + 1) / _forced for block in range(_forced)]
-    ends = sorted({max(1, int(granules * share)) for share in shares})
-    return [end * _COLUMN_GRANULE for end in ends] if len(ends) > 1 else []
+    if _forced is None:
+        ends = [max(1, int(granules * share)) for share in _LEAVES_AT]
+    else:
+        count = min(_forced, granules)
+        ends = [granules * block // count for block in range(1, count + 1)]
+    return [end * _COLUMN_GRANULE for end in sorted(set(ends))] if len(set(ends)) > 1 else []
 
 
 class Arriving:
@@ -178,7 +180,8 @@ class Arriving:
         return self._own, rows * self._ranks.rank, self._wait
 
     def _wait(self) -> None:
-        for start in self._next:
+        starts, self._next = self._next, ()
+        for start in starts:
             start()
         self.join()
 
@@ -197,13 +200,10 @@ class Leaving:
         The ranks.
     ends : list of int
         Ends of the blocks of columns.
-    out : torch.Tensor
-        Memory for this rank's rows.
     """
 
-    def __init__(self, ranks: Ranks, ends: list[int], out: torch.Tensor) -> None:
+    def __init__(self, ranks: Ranks, ends: list[int]) -> None:
         self._ranks, self._ends = ranks, ends
-        self._out = out
         #: The blocks that are under way: their columns, this rank's rows, and the handle.
         self._sent: list[tuple[slice, torch.Tensor, Any]] = []
 
@@ -229,14 +229,12 @@ class Leaving:
         """Return this rank's rows of the sum of `whole`, whose product may not have been cut."""
         if not self._sent:
             return self._ranks.scatter(whole)[0]
-        for (
-            columns,
-            part,
-            handle,
-        ) in self._sent:  # the last one may still be under way beside the first copies
+        out = whole.new_empty((whole.shape[0] // self._ranks.size, *whole.shape[1:]))
+        # The last block may still be under way beside the first copies.
+        for columns, part, handle in self._sent:
             self._ranks.wait(handle)
-            self._out.view(-1, self._out.shape[-1])[:, columns].copy_(part)
-        return self._out
+            out.view(-1, out.shape[-1])[:, columns].copy_(part)
+        return out
 
 
 def native_of(

@@ -1,9 +1,9 @@
 """A native program between the collectives of tensor parallelism, inside of an autograd node.
 
-A collective starts as soon as its operand is computed, and is awaited where its result is read. In backward, the gather
-of the input runs beside the product of the input's gradient, and the reduction of that gradient runs beside the product
-of the first weight's gradient. The others run beside parts of the product that reads their result, or computes their
-operand (`overlap.py`).
+A collective starts when its operand is computed, and is awaited where its result is read. In backward, the gather of
+the input, which starts behind that of the result's gradient, runs beside the product of the input's gradient, and the
+reduction of that gradient runs beside the product of the first weight's gradient. The others run beside parts of the
+product that reads their result, or computes their operand (`overlap.py`).
 """
 
 from __future__ import annotations
@@ -237,8 +237,7 @@ class Segment:
         ends = ends_of_blocks(rows_of, width, x.element_size(), size, x.device)
         if not ends:
             return None
-        out = torch.empty(x.shape[0] // size, *x.shape[1:-1], width, dtype=x.dtype, device=x.device)
-        return Leaving(self.ranks, ends, out)
+        return Leaving(self.ranks, ends)
 
     def backward(
         self,
@@ -310,6 +309,8 @@ class Segment:
                     gradients[0] = given
             ranks.wait(reduction)
         except BaseException:
+            for regather in regathers:
+                regather.wait()
             if first is not None:
                 first.forget_deferred(count)
             raise

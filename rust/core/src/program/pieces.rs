@@ -4,7 +4,8 @@
 //! The launches before a pause are in the stream when the caller continues with its collectives. That is the order in
 //! which a GPU with one queue runs them beside each other (`CUDA_DEVICE_MAX_CONNECTIONS=1`).
 //!
-//! The pieces of a product have the bits of the whole, since each element of the result has a sum of its own.
+//! Each element of the result has a sum of its own, so pieces have the bits of the whole, unless cuBLASLt sums a product
+//! of another size in another order.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -165,6 +166,12 @@ impl<'a> Script<'a> {
     /// Pauses for transfers whose rows the next launch reads.
     fn wait(&mut self, awaited: &mut Vec<usize>) {
         self.acts.extend(awaited.drain(..).map(|transfer| Act::Pause(Pause { transfer, number: 0 })));
+    }
+
+    /// Whether all launches run as without transfers.
+    #[must_use]
+    pub fn is_plain(&self) -> bool {
+        self.acts.iter().all(|act| matches!(act, Act::Launch(_)))
     }
 
     pub(crate) const fn flow(&self) -> FlowName {

@@ -236,6 +236,7 @@ impl<'a, 'py> Call<'a, 'py> {
     /// The same on copies of tensors that are strided, misaligned, or quantised where the program reads plain ones.
     #[cold]
     fn on_copies(&self, dequantizes: bool) -> Result<Done<'py>, Failure> {
+        self.transfers.wait()?; // copies read all rows
         let copies = Tensors::copies(self.state, self.x, self.extras, self.params, dequantizes)?;
         self.on_tensors(&Tensors::from_copies(self.state, &copies)?, &copies.extras)
     }
@@ -266,8 +267,9 @@ impl<'a, 'py> Call<'a, 'py> {
         let flagged = region.enabled && (capturing || region.graph || in_graph_phase);
         let flag = if flagged { skip_flag(state, py, place.device)? } else { None };
         let prepared = self.weights(tensors, &compiled, &region, (place, capturing), flag.is_some(), replays)?;
-        // Weights that do not exist yet are quantised, for any value of the flag, since a graph runs later.
-        let skips = capturing || prepared.iter().all(|weight| weight.reused);
+        // Weights that do not exist yet are quantised, for any value of the flag, since a graph runs later. In a phase, so
+        // is a weight that no warm-up has made.
+        let skips = (capturing && !in_graph_phase) || prepared.iter().all(|weight| weight.reused);
         CLOCK.mark(Stage::Plan);
 
         let extra_outputs = self.extra_outputs(&compiled, &shapes, place, extras)?;

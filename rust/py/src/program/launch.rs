@@ -40,7 +40,13 @@ impl<'py> Call<'_, 'py> {
             } else {
                 let flow = (sized, FlowName::Forward, place.device);
                 let script = transfers.script(state, &mut dispatcher.0, flow, &mut script)?;
-                sized.resume(script, &mut dispatcher.0.lane(place, bytes, memory)?, call)?
+                let mut lane = dispatcher.0.lane(place, bytes, memory)?;
+                if script.is_plain() {
+                    sized.run_forward(&mut lane, call)?;
+                    None
+                } else {
+                    sized.resume(script, &mut lane, call)?
+                }
             };
             if pause.is_none() {
                 // A recomputation raises no maximum.

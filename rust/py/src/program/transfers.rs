@@ -82,6 +82,14 @@ impl<'py> Transfers<'py> {
         self.all.iter().map(|given| given.read(state)).collect()
     }
 
+    /// Waits for all rows that arrive.
+    pub(crate) fn wait(&self) -> PyResult<()> {
+        self.all.iter().try_for_each(|given| match given {
+            Given::Arriving((.., wait)) => wait.call0().map(drop),
+            Given::Leaving(_) => Ok(()),
+        })
+    }
+
     /// Lets Python act at a pause; a leaving transfer takes the result that is being computed.
     pub(crate) fn act(&self, pause: Pause, result: Option<&Bound<'py, PyAny>>) -> PyResult<()> {
         match &self.all[pause.transfer] {

@@ -298,12 +298,13 @@ impl State {
 
 /// torch's method; None if another function has replaced it, as Megatron-LM's watch over saved tensors does.
 fn own_save_for_backward(class: &Bound<'_, PyAny>) -> PyResult<Option<Py<PyAny>>> {
-    let [present, other] = [class.getattr("save_for_backward")?, class.getattr("mark_dirty")?];
+    let present = class.getattr("save_for_backward")?;
+    let module = class.py().import("torch.autograd.function")?;
     // Wrappers may copy a function's name and module, but not its code.
-    let files = (file_of(&present), file_of(&other)?);
+    let files = (file_of(&present), module.getattr("once_differentiable").and_then(|other| file_of(&other)));
     let is_own = match files {
-        (Ok(file), own) => file.eq(own)?,
-        (Err(_), _) => false,
+        (Ok(file), Ok(own)) => file.eq(own)?,
+        _ => false,
     };
     Ok(is_own.then(|| present.unbind()))
 }
