@@ -131,7 +131,7 @@ impl<'a> Script<'a> {
             let pieces = match at.map(|at| (at, &launches[at])) {
                 Some((at, Planned::Gemm(plan, _))) if always || work(plan.problem()) >= LEAST_WORK => {
                     let make = |problem| dispatcher.gemm(device, problem);
-                    transfer.acts(Place { transfer: index, launch: at }, plan.problem(), make)?.map(|acts| (at, acts))
+                    transfer.acts(CutAt { transfer: index, launch: at }, plan.problem(), make)?.map(|acts| (at, acts))
                 }
                 _ => None,
             };
@@ -188,12 +188,12 @@ impl<'a> Script<'a> {
 
 /// A product that a transfer may cut: the transfer's index, and the number of the launch.
 #[derive(Clone, Copy, Debug)]
-struct Place {
+struct CutAt {
     transfer: usize,
     launch: usize,
 }
 
-impl Place {
+impl CutAt {
     const fn pause<'a>(self, number: usize) -> Act<'a> {
         Act::Pause(Pause { transfer: self.transfer, number })
     }
@@ -212,20 +212,20 @@ impl<'a> Transfer<'a> {
     /// The pieces and pauses that stand for a product; None if it cannot be cut so.
     fn acts(
         &self,
-        place: Place,
+        at: CutAt,
         whole: &Problem,
         plan: impl FnMut(Problem) -> Result<Arc<GemmPlan>>,
     ) -> Result<Option<Vec<Act<'a>>>> {
         match self {
-            Self::Arriving { own, begin, rows } => arriving(place, whole, (*own, *begin..*begin + *rows), plan),
-            Self::Leaving(ends) => leaving(place, whole, ends, plan),
+            Self::Arriving { own, begin, rows } => arriving(at, whole, (*own, *begin..*begin + *rows), plan),
+            Self::Leaving(ends) => leaving(at, whole, ends, plan),
         }
     }
 }
 
 /// This rank's rows, a pause, and the rows before and behind them.
 fn arriving<'a>(
-    place: Place,
+    at: CutAt,
     whole: &Problem,
     (own, rows): (DevPtr<'a>, Range<usize>),
     mut plan: impl FnMut(Problem) -> Result<Arc<GemmPlan>>,
@@ -244,7 +244,7 @@ fn arriving<'a>(
     }
     let mut piece = |rows: &Range<usize>, own: Option<DevPtr<'a>>| -> Result<Act<'a>> {
         Ok(Act::Piece(Piece {
-            launch: place.launch,
+            launch: at.launch,
             plan: plan(Problem { m: rows.len(), alignment, ..*whole })?,
             own,
             x: if own.is_some() { 0 } else { rows.start * x_row },
@@ -254,7 +254,7 @@ fn arriving<'a>(
             d: rows.start * d_row,
         }))
     };
-    let mut acts = vec![piece(&rows, Some(own))?, place.pause(0)];
+    let mut acts = vec![piece(&rows, Some(own))?, at.pause(0)];
     for others in [0..rows.start, rows.end..whole.m] {
         if !others.is_empty() {
             acts.push(piece(&others, None)?);
@@ -265,7 +265,7 @@ fn arriving<'a>(
 
 /// Blocks of columns, with a pause behind each.
 fn leaving<'a>(
-    place: Place,
+    at: CutAt,
     whole: &Problem,
     ends: &[usize],
     mut plan: impl FnMut(Problem) -> Result<Arc<GemmPlan>>,
@@ -288,7 +288,7 @@ fn leaving<'a>(
             return Err(Error::shape(OP, "blocks of columns", "increasing ends", end));
         };
         acts.push(Act::Piece(Piece {
-            launch: place.launch,
+            launch: at.launch,
             plan: plan(Problem { n, ldd: n, alignment, ..*whole })?,
             own: None,
             x: 0,
@@ -297,7 +297,7 @@ fn leaving<'a>(
             bias: first * bias_column,
             d: first * d_column,
         }));
-        acts.push(place.pause(number));
+        acts.push(at.pause(number));
         first = end;
     }
     Ok(Some(acts))

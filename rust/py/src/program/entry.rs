@@ -22,7 +22,7 @@ use crate::program::forward::{Call, Done};
 use crate::program::handle::ProgramHandle;
 use crate::program::parts::Joined;
 use crate::program::tensors::{Flags, Objects, Tensors, present_parameters, requires_grad};
-use crate::program::transfers::{Given, Transfers};
+use crate::program::transfers::{Described, Transfers};
 use crate::torch::process::{State, state};
 use crate::torch::reader::view_of;
 
@@ -334,7 +334,7 @@ pub(crate) fn program_run_forward<'py>(
     parameters_need_grad: bool,
     params: Option<&Bound<'py, PyTuple>>,
     version: Option<u64>,
-    transfers: Option<(Vec<Given<'py>>, bool)>,
+    transfers: Option<(Vec<Described<'py>>, bool)>,
 ) -> PyResult<Bound<'py, PyAny>> {
     let py = x.py();
     let state = state(py)?;
@@ -387,7 +387,7 @@ pub(crate) fn program_run_backward<'py>(
     saved_tensors: &Bound<'py, PyTuple>,
     grad_output: &Bound<'py, PyAny>,
     extra_grads: &Bound<'py, PyTuple>,
-    transfers: Option<(Vec<Given<'py>>, bool)>,
+    transfers: Option<(Vec<Described<'py>>, bool)>,
 ) -> PyResult<(Option<Bound<'py, PyAny>>, Bound<'py, PyTuple>, Bound<'py, PyTuple>)> {
     let py = kept.py();
     let grads: Objects<'py> = std::iter::once(grad_output.clone()).chain(extra_grads.iter()).collect();

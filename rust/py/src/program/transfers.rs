@@ -15,7 +15,7 @@ use crate::torch::reader::view_of;
 /// the blocks of columns in which the result leaves; and the function to call at each pause, for results with the pause's
 /// number and the result.
 #[derive(Debug, FromPyObject)]
-pub(crate) enum Given<'py> {
+pub(crate) enum Described<'py> {
     /// Rows arrive.
     #[pyo3(transparent)]
     Arriving((Bound<'py, PyAny>, usize, Bound<'py, PyAny>)),
@@ -24,7 +24,7 @@ pub(crate) enum Given<'py> {
     Leaving((Vec<usize>, Bound<'py, PyAny>)),
 }
 
-impl Given<'_> {
+impl Described<'_> {
     /// The same for the core.
     fn read(&self, state: &State) -> Result<Transfer<'_>, Failure> {
         Ok(match self {
@@ -40,13 +40,13 @@ impl Given<'_> {
 /// The transfers of a call; most calls have none.
 #[derive(Debug, Default)]
 pub(crate) struct Transfers<'py> {
-    all: Vec<Given<'py>>,
+    all: Vec<Described<'py>>,
     /// Whether products are cut even if that does not pay.
     always: bool,
 }
 
 impl<'py> Transfers<'py> {
-    pub(crate) fn new(given: Option<(Vec<Given<'py>>, bool)>) -> Self {
+    pub(crate) fn new(given: Option<(Vec<Described<'py>>, bool)>) -> Self {
         given.map_or_else(Self::default, |(all, always)| Self { all, always })
     }
 
@@ -85,16 +85,16 @@ impl<'py> Transfers<'py> {
     /// Waits for all rows that arrive.
     pub(crate) fn wait(&self) -> PyResult<()> {
         self.all.iter().try_for_each(|given| match given {
-            Given::Arriving((.., wait)) => wait.call0().map(drop),
-            Given::Leaving(_) => Ok(()),
+            Described::Arriving((.., wait)) => wait.call0().map(drop),
+            Described::Leaving(_) => Ok(()),
         })
     }
 
     /// Lets Python act at a pause; a leaving transfer takes the result that is being computed.
     pub(crate) fn act(&self, pause: Pause, result: Option<&Bound<'py, PyAny>>) -> PyResult<()> {
         match &self.all[pause.transfer] {
-            Given::Arriving((.., wait)) => wait.call0(),
-            Given::Leaving((_, send)) => send.call1((pause.number, result)),
+            Described::Arriving((.., wait)) => wait.call0(),
+            Described::Leaving((_, send)) => send.call1((pause.number, result)),
         }
         .map(drop)
     }
