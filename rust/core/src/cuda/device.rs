@@ -15,6 +15,7 @@ pub use crate::cuda::context::Context;
 use crate::cuda::context::{PrimaryContext, attribute_of, capability_of};
 use crate::cuda::functions::{Functions, check, driver as initialised, functions};
 use crate::cuda::images;
+use crate::cuda::zeroed::ZeroedCounters;
 use crate::launch::grid::Grid;
 use crate::launch::params::Params;
 
@@ -227,6 +228,8 @@ pub struct CudaQueue<'d> {
     pub device: &'d mut CudaDevice,
     /// The stream.
     pub stream: Stream,
+    /// The stream's counters; none for launches without private memory.
+    pub zeroed: Option<&'d mut ZeroedCounters>,
 }
 
 impl CudaQueue<'_> {
@@ -302,14 +305,17 @@ impl CudaQueue<'_> {
     /// # Errors
     /// The driver's refusal.
     pub(crate) fn zero(&self, memory: DevPtr<'_>, bytes: usize) -> Result<()> {
-        if bytes == 0 {
-            return Ok(());
-        }
-        // SAFETY: the caller's buffer holds `bytes` bytes on this device.
-        check("cuMemsetD8Async", unsafe {
-            (self.device.calls.cuMemsetD8Async)(memory.address() as u64, 0, bytes, self.stream.raw())
-        })
+        if bytes == 0 { Ok(()) } else { fill_with_zero(self.stream, memory.address() as u64, bytes) }
     }
+}
+
+/// Fills memory of the stream's device with zero, in stream order. The caller owns the memory.
+///
+/// # Errors
+/// The driver's refusal.
+pub(crate) fn fill_with_zero(stream: Stream, address: u64, bytes: usize) -> Result<()> {
+    // SAFETY: the caller's buffer holds `bytes` bytes on the device of the stream, whose context is current.
+    check("cuMemsetD8Async", unsafe { (functions()?.cuMemsetD8Async)(address, 0, bytes, stream.raw()) })
 }
 
 /// Whether a CUDA graph is being captured on the stream; the legacy default stream cannot be captured.

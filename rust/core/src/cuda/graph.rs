@@ -115,7 +115,14 @@ impl Graph {
     /// The error of `launches`, or the driver's refusal.
     pub fn capture(queue: &mut CudaQueue<'_>, launches: impl FnOnce(&mut CudaQueue<'_>) -> Result<()>) -> Result<Self> {
         let (calls, context) = (functions()?, PrimaryContext::current()?);
-        let captured = Captured::of(queue, launches)?;
+        if let Some(zeroed) = &mut queue.zeroed {
+            zeroed.begin_graph();
+        }
+        let captured = Captured::of(queue, launches);
+        if let Some(zeroed) = &mut queue.zeroed {
+            zeroed.end_graph();
+        }
+        let captured = captured?;
         let mut exec = std::ptr::null_mut();
         // SAFETY: a complete graph; writes one handle.
         check("cuGraphInstantiate", unsafe { (calls.cuGraphInstantiateWithFlags)(&raw mut exec, captured.graph, 0) })?;

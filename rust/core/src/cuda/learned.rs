@@ -19,6 +19,7 @@ use crate::base::error::Result;
 use crate::cuda::device::{CudaQueue, Stream};
 use crate::cuda::functions::{Functions, SUCCESS, check, functions};
 use crate::cuda::graph::Captured;
+use crate::cuda::zeroed::COUNTER;
 
 /// Number of captures that a rule must explain.
 const CAPTURES: usize = 3;
@@ -43,6 +44,9 @@ const BUFFER_SIZE: usize = 2;
 pub(crate) struct Learned<const N: usize> {
     calls: &'static Functions,
     steps: Vec<(Step, Vec<Rule>)>,
+    /// The address of a counter that the first step zeroes, and nothing else, if the other steps may have any other
+    /// zeroed counter in its place.
+    counter: Option<usize>,
 }
 
 // SAFETY: a function of the driver's is a name of the process, not memory of one thread.
@@ -94,11 +98,13 @@ struct Rule {
 
 impl<const N: usize> Learned<N> {
     /// Learns the launches of `call`, which makes them on a given stream with given addresses. `alignments` has the bytes
-    /// that each address is a multiple of, and 0 for an address that no call has. None if `call` fails, if the launches
+    /// that each address is a multiple of, and 0 for an address that no call has. `workspace` is the number of the address
+    /// where the call has private memory, and the bytes of it that the call uses. None if `call` fails, if the launches
     /// depend on anything but the addresses, or if a launch cannot be repeated.
     pub(crate) fn learn(
         queue: &mut CudaQueue<'_>,
         alignments: &[u64; N],
+        workspace: (usize, usize),
         call: impl Fn(Stream, &[u64; N]) -> Result<()>,
     ) -> Option<Self> {
         let (calls, (major, _)) = (functions().ok()?, queue.device.facts().capability);
@@ -111,8 +117,9 @@ impl<const N: usize> Learned<N> {
             captures.push(steps?);
         }
         let rules = rules_of(&captures, &addresses)?;
-        let steps = captures.swap_remove(0).into_iter().zip(rules).collect();
-        Some(Self { calls, steps })
+        let steps: Vec<_> = captures.swap_remove(0).into_iter().zip(rules).collect();
+        let counter = is_counter(&steps, workspace).then_some(workspace.0);
+        Some(Self { calls, steps, counter })
     }
 
     /// Makes the launches for the addresses of a call.
@@ -120,12 +127,17 @@ impl<const N: usize> Learned<N> {
     /// # Errors
     /// The driver's refusal.
     #[inline]
-    pub(crate) fn launch(&mut self, stream: Stream, addresses: &[u64; N]) -> Result<()> {
-        for (step, rules) in &mut self.steps {
+    pub(crate) fn launch(&mut self, queue: &mut CudaQueue<'_>, mut addresses: [u64; N]) -> Result<()> {
+        let mut steps = self.steps.as_mut_slice();
+        if let (Some(counter), Some(zeroed)) = (self.counter, &mut queue.zeroed) {
+            addresses[counter] = zeroed.take(queue.stream)?;
+            steps = &mut steps[1..];
+        }
+        for (step, rules) in steps {
             for rule in rules.iter() {
                 step.words[rule.word] = addresses[rule.address].wrapping_add(rule.offset);
             }
-            step.launch(self.calls, stream)?;
+            step.launch(self.calls, queue.stream)?;
         }
         Ok(())
     }
@@ -294,6 +306,17 @@ fn rules_of<const N: usize>(captures: &[Vec<Step>], addresses: &[[u64; N]; CAPTU
         .collect()
 }
 
+/// Whether the first step zeroes all of the workspace, a counter, and is the only one that fills memory.
+fn is_counter(steps: &[(Step, Vec<Rule>)], (workspace, bytes): (usize, usize)) -> bool {
+    let [(first, rules), others @ ..] = steps else { return false };
+    let Shape::Fill(Fill { value: 0, element_bytes, elements }) = first.shape else { return false };
+    bytes <= COUNTER
+        && elements * element_bytes as usize == bytes
+        && *rules == [Rule { word: 0, address: workspace, offset: 0 }]
+        && !others.is_empty()
+        && others.iter().all(|(step, _)| matches!(step.shape, Shape::Kernel(_)))
+}
+
 /// Where a word comes from.
 enum Origin {
     Constant,
@@ -436,6 +459,34 @@ mod tests {
         assert_eq!(rules_of(&of([&[4], &[4], &[8]]), &known), None);
         assert_eq!(rules_of(&of([&[4], &[4, 4], &[4]]), &known), None);
         assert_eq!(rules_of(&of([&[], &[], &[]]), &known), None);
+    }
+
+    #[test]
+    fn a_counter_is_a_workspace_that_the_first_step_zeroes_whole() {
+        let kernel = Kernel {
+            function: std::ptr::null_mut(),
+            grid: [1; 3],
+            block: [1; 3],
+            shared_bytes: 0,
+            cluster: [0; 3],
+            scheduling: 0,
+            bytes: 8,
+        };
+        let rule = |offset| vec![Rule { word: 0, address: 2, offset }];
+        let kernel = || (Step { shape: Shape::Kernel(kernel), words: vec![0] }, rule(0));
+        let zeros = |elements, offset| (fill(0, elements), rule(offset));
+        assert!(is_counter(&[zeros(1, 0), kernel()], (2, 4)));
+        assert!(is_counter(&[zeros(4, 0), kernel(), kernel()], (2, 16)));
+        // A workspace that is larger than its zeros, too large, somewhere else, of another address, or zeroed later.
+        assert!(!is_counter(&[zeros(1, 0), kernel()], (2, 8)));
+        assert!(!is_counter(&[zeros(8, 0), kernel()], (2, 32)));
+        assert!(!is_counter(&[zeros(1, 4), kernel()], (2, 4)));
+        assert!(!is_counter(&[zeros(1, 0), kernel()], (1, 4)));
+        assert!(!is_counter(&[kernel(), zeros(1, 0), kernel()], (2, 4)));
+        assert!(!is_counter(&[zeros(1, 0), kernel(), zeros(1, 0)], (2, 4)));
+        assert!(!is_counter(&[zeros(1, 0)], (2, 4)) && !is_counter(&[], (2, 4)));
+        let ones = Step { shape: Shape::Fill(Fill { value: 1, element_bytes: 4, elements: 1 }), words: vec![0] };
+        assert!(!is_counter(&[(ones, rule(0)), kernel()], (2, 4)));
     }
 
     #[test]

@@ -36,6 +36,8 @@ const ANY_ADDRESS: u64 = 256;
 const CANDIDATES: usize = 8;
 /// Pointers of a call.
 const POINTERS: usize = size_of::<GemmPointers<u64>>() / size_of::<u64>();
+/// The workspace's place among them.
+const WORKSPACE: usize = POINTERS - 1;
 /// Number of calls outside of graphs after which a plan's launches are learned; learning takes as long as 15 calls.
 const CALLS_BEFORE_LEARNING: u32 = 8;
 /// Alignment of the addresses of scales and of a result's maximum, in bytes: cuBLASLt refuses others.
@@ -233,13 +235,14 @@ impl CublasLt {
         }
         let mut plan = CublasPlan::empty(self.api, self.handle);
         plan.describe(problem)?;
-        plan.algorithm = self.algorithm(&plan, problem)?;
+        (plan.algorithm, plan.workspace_bytes) = self.algorithm(&plan, problem)?;
         Ok(plan)
     }
 
     /// The heuristic's best correct algorithm. For small results with a long contraction the heuristic may name only
-    /// defective split-K algorithms; then its first one is used without splitting.
-    fn algorithm(&self, plan: &CublasPlan, problem: &Problem) -> Result<cublasLtMatmulAlgo_t> {
+    /// defective split-K algorithms; then its first one is used without splitting. The number is the bytes of workspace
+    /// that the algorithm uses.
+    fn algorithm(&self, plan: &CublasPlan, problem: &Problem) -> Result<(cublasLtMatmulAlgo_t, usize)> {
         let api = self.api;
         let mut preference = std::ptr::null_mut();
         // SAFETY: writes one handle, destroyed below.
@@ -283,17 +286,24 @@ impl CublasLt {
         // SAFETY: created above, destroyed once.
         let _ = unsafe { (api.pref_destroy)(preference) };
         status?;
-        let mut usable =
-            results.iter().take(found as usize).filter(|result| result.status == 0).map(|result| result.algorithm);
+        let mut usable = results
+            .iter()
+            .take(found as usize)
+            .filter(|result| result.status == 0)
+            .map(|result| (result.algorithm, result.workspace_bytes));
         let first = usable.clone().next();
         usable
-            .find(|algorithm| !self.is_defective(algorithm))
-            .or_else(|| first.and_then(|favourite| self.without_split(plan, favourite)))
+            .find(|(algorithm, _)| !self.is_defective(algorithm))
+            .or_else(|| first.and_then(|(favourite, _)| self.without_split(plan, favourite)))
             .ok_or_else(|| failure("cublasLtMatmulAlgoGetHeuristic (no algorithm)", NOT_SUPPORTED, problem))
     }
 
     /// The algorithm with the contraction in one part, if it can run so.
-    fn without_split(&self, plan: &CublasPlan, mut algorithm: cublasLtMatmulAlgo_t) -> Option<cublasLtMatmulAlgo_t> {
+    fn without_split(
+        &self,
+        plan: &CublasPlan,
+        mut algorithm: cublasLtMatmulAlgo_t,
+    ) -> Option<(cublasLtMatmulAlgo_t, usize)> {
         for (name, value) in [(attribute::ALGO_SPLITK_NUM, 1_i32), (attribute::ALGO_REDUCTION_SCHEME, 0)] {
             // SAFETY: an algorithm from the heuristic and a value of the attribute's size.
             let status =
@@ -316,7 +326,8 @@ impl CublasLt {
                 &raw mut result,
             )
         };
-        (status == 0 && result.workspace_bytes <= WORKSPACE_BYTES).then_some(algorithm)
+        let bytes = result.workspace_bytes;
+        (status == 0 && bytes <= WORKSPACE_BYTES).then_some((algorithm, bytes))
     }
 
     /// Split-K with CONFIG_ID 66: wrong results on compute capability 9.0 before cuBLAS 13.8.
@@ -359,6 +370,8 @@ pub struct CublasPlan {
     c: cublasLtMatrixLayout_t,
     d: cublasLtMatrixLayout_t,
     algorithm: cublasLtMatmulAlgo_t,
+    /// Bytes of workspace that the algorithm uses.
+    workspace_bytes: usize,
     has_bias: bool,
     has_scales: bool,
     stores_fp8: bool,
@@ -385,6 +398,7 @@ impl CublasPlan {
             c: std::ptr::null_mut(),
             d: std::ptr::null_mut(),
             algorithm: cublasLtMatmulAlgo_t { data: [0; 8] },
+            workspace_bytes: 0,
             has_bias: false,
             has_scales: false,
             stores_fp8: false,
@@ -514,7 +528,7 @@ impl CublasPlan {
         // Calls hold the GIL, so the lock is never contended and costs one exchange of a word.
         let mut way = self.way.lock().unwrap_or_else(PoisonError::into_inner);
         if let Way::Learned(learned) = &mut *way {
-            return learned.launch(queue.stream, &in_a_row(&io)).map(|()| true);
+            return learned.launch(queue, in_a_row(&io)).map(|()| true);
         }
         self.call(queue.stream, &io, problem)?;
         if let Way::Library { calls } = &mut *way {
@@ -537,7 +551,8 @@ impl CublasPlan {
             let io = GemmPointers::<u64>::default().map(|_| next.next().copied().unwrap_or_default());
             self.call(stream, &io, problem)
         };
-        let learned = if learns_launches() { Learned::learn(queue, &self.alignments, call) } else { None };
+        let workspace = (WORKSPACE, self.workspace_bytes);
+        let learned = if learns_launches() { Learned::learn(queue, &self.alignments, workspace, call) } else { None };
         *way = learned.map_or(Way::LibraryAlone, Way::Learned);
         Ok(())
     }
@@ -616,5 +631,16 @@ impl Drop for CublasPlan {
             // SAFETY: as above.
             let _ = unsafe { (self.api.desc_destroy)(self.desc) };
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_workspace_is_the_last_pointer() {
+        let row = in_a_row(&GemmPointers { workspace: 7, ..GemmPointers::default() });
+        assert_eq!(row.iter().position(|&address| address == 7), Some(WORKSPACE));
     }
 }

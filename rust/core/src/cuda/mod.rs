@@ -10,3 +10,4 @@ pub mod lt;
 mod lt_attributes;
 pub mod memory;
 pub mod tensor_map;
+pub mod zeroed;

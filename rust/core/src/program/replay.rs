@@ -152,7 +152,8 @@ fn capture(target: &mut Target<'_>, run: impl FnOnce(&mut Target<'_>) -> Result<
         return Err(Error::state("graph", "the host backend has none"));
     };
     Graph::capture(queue, |queue| {
-        let queue = CudaQueue { device: &mut *queue.device, stream: queue.stream };
+        let CudaQueue { device, stream, zeroed } = queue;
+        let queue = CudaQueue { device, stream: *stream, zeroed: zeroed.as_deref_mut() };
         run(&mut Target { backend: Backend::Cuda(queue), trace })
     })
 }

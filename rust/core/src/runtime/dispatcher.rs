@@ -11,13 +11,15 @@ use crate::base::error::{Error, Result};
 use crate::base::pointer::DevPtr;
 use crate::cuda::device::{Context, CudaDevice, CudaQueue, DeviceFacts, Stream, device_count, is_capturing};
 use crate::cuda::memory::{DeviceBuffer, retire};
+use crate::cuda::zeroed::ZeroedCounters;
 use crate::gemm::plan::{GemmPlan, GemmPlans};
 use crate::gemm::problem::{Problem, WORKSPACE_BYTES};
 use crate::launch::target::{Backend, Target};
 use crate::launch::trace::Trace;
 use crate::recipe::autocast::AutocastState;
 use crate::runtime::lane::{
-    CLUSTERS_FROM, COUNTER_BYTES, External, Lane, Limits, Memory, OWN_SCRATCH_LIMIT, Place, Workspace, aligned,
+    CLUSTERS_FROM, COUNTER_BYTES, External, FIXED_BYTES, Lane, Limits, Memory, OWN_SCRATCH_LIMIT, Place, Workspace,
+    ZEROED_BYTES, aligned,
 };
 
 /// Private memory of a stream grows by at least this much, so that it does not grow often.
@@ -27,6 +29,7 @@ const SCRATCH_STEP: usize = 1 << 20;
 struct StreamState {
     stream: Stream,
     fixed: DeviceBuffer,
+    zeroed: ZeroedCounters,
     scratch: Option<DeviceBuffer>,
 }
 
@@ -35,6 +38,8 @@ struct DeviceState {
     cuda: CudaDevice,
     gemms: GemmPlans,
     streams: Vec<StreamState>,
+    /// The counters of the call under capture.
+    captured: Option<ZeroedCounters>,
 }
 
 #[derive(Debug)]
@@ -170,7 +175,8 @@ impl Dispatcher {
         if self.devices.len() <= index {
             self.devices.resize_with(index + 1, || None);
         }
-        self.devices[index] = Some(Box::new(DeviceState { cuda, gemms: GemmPlans::default(), streams: Vec::new() }));
+        let (gemms, streams) = (GemmPlans::default(), Vec::new());
+        self.devices[index] = Some(Box::new(DeviceState { cuda, gemms, streams, captured: None }));
         Ok(())
     }
 
@@ -196,7 +202,7 @@ impl Dispatcher {
     #[inline]
     pub fn external_bytes(place: Place, scratch: usize) -> Result<External> {
         if matches!(place.device, Device::Cuda(_)) && is_capturing(place.stream)? {
-            return Ok(External::Everything(aligned(WORKSPACE_BYTES + COUNTER_BYTES) + scratch));
+            return Ok(External::Everything(aligned(FIXED_BYTES) + scratch));
         }
         Ok(if scratch > OWN_SCRATCH_LIMIT { External::Scratch(scratch) } else { External::None })
     }
@@ -246,7 +252,7 @@ impl Dispatcher {
         let Self { trace, devices, .. } = self;
         match devices.get_mut(usize::from(ordinal)) {
             Some(Some(state)) => {
-                let queue = CudaQueue { device: &mut state.cuda, stream: place.stream };
+                let queue = CudaQueue { device: &mut state.cuda, stream: place.stream, zeroed: None };
                 Ok(Target { backend: Backend::Cuda(queue), trace })
             }
             _ => Err(Error::state("device", "not open")),
@@ -284,15 +290,16 @@ impl Dispatcher {
         let Some(Some(state)) = devices.get_mut(usize::from(ordinal)) else {
             return Err(Error::state("device", "not open"));
         };
-        let DeviceState { cuda, streams, .. } = &mut **state;
-        let queue = CudaQueue { device: cuda, stream };
+        let DeviceState { cuda, streams, captured, .. } = &mut **state;
+        let mut queue = CudaQueue { device: cuda, stream, zeroed: None };
         let given = match memory {
             Memory::Own => None,
             Memory::Scratch(scratch) => Some(scratch),
             Memory::Everything(memory) => {
-                let scratch = memory.offset(aligned(WORKSPACE_BYTES + COUNTER_BYTES));
+                let scratch = memory.offset(aligned(FIXED_BYTES));
                 let workspace = Workspace { gemm: memory, counters: memory.offset(WORKSPACE_BYTES), scratch };
-                return captured_lane(queue, trace, workspace, COUNTER_BYTES);
+                queue.zeroed = Some(captured.insert(zeroed_in(memory)));
+                return captured_lane(queue, trace, workspace, ZEROED_BYTES);
             }
             Memory::Counted { memory, counters } => {
                 let scratch = memory.offset(aligned(counters));
@@ -304,7 +311,8 @@ impl Dispatcher {
             Some(index) => index,
             None => open_stream(streams, &queue, trace)?,
         };
-        let StreamState { fixed, scratch: own, .. } = &mut streams[index];
+        let StreamState { fixed, zeroed, scratch: own, .. } = &mut streams[index];
+        queue.zeroed = Some(zeroed);
         let scratch = match given {
             Some(scratch) => scratch,
             None => own_scratch(own, scratch, trace)?,
@@ -353,11 +361,17 @@ fn captured_lane<'d>(
 
 #[cold]
 fn open_stream(streams: &mut Vec<StreamState>, queue: &CudaQueue<'_>, trace: &mut Trace) -> Result<usize> {
-    let fixed = DeviceBuffer::allocate(WORKSPACE_BYTES + COUNTER_BYTES)?;
+    let fixed = DeviceBuffer::allocate(FIXED_BYTES)?;
     trace.counters.allocations += 1;
-    queue.zero(fixed.ptr().offset(WORKSPACE_BYTES), COUNTER_BYTES)?;
-    streams.push(StreamState { stream: queue.stream, fixed, scratch: None });
+    queue.zero(fixed.ptr().offset(WORKSPACE_BYTES), ZEROED_BYTES)?;
+    let zeroed = zeroed_in(fixed.ptr());
+    streams.push(StreamState { stream: queue.stream, fixed, zeroed, scratch: None });
     Ok(streams.len() - 1)
+}
+
+/// The counters of learned launches in memory of [`FIXED_BYTES`].
+fn zeroed_in(fixed: DevPtr<'_>) -> ZeroedCounters {
+    ZeroedCounters::new(fixed.offset(WORKSPACE_BYTES + COUNTER_BYTES))
 }
 
 impl StreamState {

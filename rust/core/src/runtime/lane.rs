@@ -3,6 +3,8 @@
 use crate::base::dtype::Device;
 use crate::base::pointer::DevPtr;
 use crate::cuda::device::Stream;
+use crate::cuda::zeroed::ZeroedCounters;
+use crate::gemm::problem::WORKSPACE_BYTES;
 use crate::launch::target::Target;
 
 /// Self-resetting counters of reductions that end in the launch that began them: zero between launches.
@@ -10,6 +12,13 @@ pub const COUNTER_BYTES: usize = 64 << 10;
 
 /// Offset of the counters with which a kernel that has other counters also finds a maximum.
 pub const MEASURE_COUNTERS_AT: usize = COUNTER_BYTES - 256;
+
+/// Memory of a stream, or of a call under capture, besides its scratch: cuBLASLt's workspace, the counters, and those that
+/// learned launches take.
+pub(crate) const FIXED_BYTES: usize = WORKSPACE_BYTES + ZEROED_BYTES;
+
+/// The part of it that is zeroed once: the counters, from [`WORKSPACE_BYTES`] on, then [`ZeroedCounters`].
+pub(crate) const ZEROED_BYTES: usize = COUNTER_BYTES + ZeroedCounters::BYTES;
 
 /// Scratch above this size comes from torch's allocator, so that others can use the memory between calls.
 pub const OWN_SCRATCH_LIMIT: usize = 32 << 20;
