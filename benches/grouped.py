@@ -18,24 +18,25 @@ The bench also times a whole block, `MoE`, of as many experts, router and permut
 
 GPU time: forward and backward of a mixture of experts, from its permuted rows to its result, by CUDA events. Figures
 are ratios to the same mixture in BF16 by `torch._grouped_mm`. The whole block is timed likewise, from tokens to tokens,
-beside one of Transformer Engine's functions and operations.
+beside one of Transformer Engine's functions and operations. Each FP8 step quantises the weights.
+
+The whole block is also timed with FP8 weights that earlier steps have quantised. Its times under block scaling stand
+beside floors. The profiler tells how much of the block's GPU time lies outside its grouped products, with and without
+the casts of weights. No bar of GPU time changes the exit status.
 """
 
 from __future__ import annotations
 
-import importlib
 import sys
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn import functional
 
 import te_fast.pytorch as te
 from _harness import (
     DTYPES,
-    RECIPES,
     Timing,
     as_in_training,
     attempt,
@@ -46,6 +47,7 @@ from _harness import (
     tried,
     write,
 )
+from _moe_block import SIZES, measure
 from te_fast import dispatch
 from te_fast.common.recipe import Float8BlockScaling
 
@@ -250,207 +252,12 @@ def step_of_block(
     return step
 
 
-class TorchExperts(torch.nn.Module):
-    """The experts in BF16 by torch's grouped product."""
-
-    def __init__(self, experts: Any) -> None:
-        super().__init__()
-        self.first = torch.nn.Parameter(experts[0].weight.detach().clone())
-        self.last = torch.nn.Parameter(experts[2].weight.detach().clone())
-
-    def forward(self, x: torch.Tensor, splits: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
-        """Two products around SwiGLU, times the probabilities."""
-        ends = splits.cumsum(0).to(torch.int32)
-        product = torch._grouped_mm
-        gate, up = product(x, self.first.transpose(1, 2), offs=ends).chunk(2, -1)
-        hidden = (functional.silu(gate.float()) * up * probs[:, None]).to(x.dtype)
-        result: torch.Tensor = product(hidden, self.last.transpose(1, 2), offs=ends)
-        return result
-
-
-class TorchBlock(torch.nn.Module):
-    """A whole block in BF16: torch's router, permutation and sum around those experts."""
-
-    def __init__(self, block: te.MoE) -> None:
-        super().__init__()
-        self.topk, self.count = block.topk, block.num_experts
-        self.router = torch.nn.Parameter(block.router.detach().clone())
-        self.experts = TorchExperts(block.experts)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Choose, gather, multiply, and add."""
-        best, chosen = (x.float() @ self.router.t()).topk(self.topk)
-        probs = torch.softmax(best, -1).flatten()
-        order = chosen.flatten().argsort(stable=True)
-        splits = torch.zeros(self.count, dtype=torch.int64, device=x.device)
-        splits = splits.index_add(0, chosen.flatten(), torch.ones_like(order))
-        tokens = order // self.topk
-        y = self.experts(x[tokens], splits, probs[order])
-        return torch.zeros_like(x).index_add(0, tokens, y)
-
-
-class PeerBlock(torch.nn.Module):
-    """A whole block of Transformer Engine's router, permutation and operations, with parameters of its own."""
-
-    def __init__(self, library: Any, block: te.MoE) -> None:
-        super().__init__()
-        self.library, self.topk = library, block.topk
-        self.score = importlib.import_module(f"{library.__name__}.router")
-        self.router = torch.nn.Parameter(block.router.detach().clone())
-        options: dict[str, Any] = {"bias": False, "dtype": torch.bfloat16}
-        options["device"] = block.router.device
-        first, last = (block.experts[at].weight.shape for at in (0, 2))
-        self.experts = library.ops.Sequential(
-            library.ops.GroupedLinear(first[0], first[2], first[1], **options),
-            library.ops.ScaledSwiGLU(),
-            library.ops.GroupedLinear(last[0], last[2], last[1], **options),
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Choose, permute and pad, multiply, and merge."""
-        logits = x.float() @ self.router.t()
-        choice = self.score.fused_topk_with_score_function
-        groups = {"num_groups": None, "group_topk": None, "scaling_factor": None}
-        rule = {"use_pre_softmax": False, "score_function": "softmax", "expert_bias": None}
-        probs, mask = choice(logits, self.topk, **groups, **rule)
-        permute = self.library.moe_permute_and_pad_with_probs
-        rows, weights, row_id_map, pads, splits = permute(x, probs, mask, mask.sum(0), 16)
-        y = self.experts(rows, splits, weights, splits)
-        shape = x.shape
-        result: torch.Tensor = self.library.moe_unpermute(
-            y, row_id_map, restore_shape=shape, pad_offsets=pads
-        )
-        return result
-
-
-def of_peer(
-    block: te.MoE, x: torch.Tensor, gradient: torch.Tensor, failures: dict[str, str]
-) -> tuple[dict[str, Callable[[], object]], list[torch.Tensor]]:
-    """Return the steps of Transformer Engine's block by recipe, and its parameters."""
-    found = peer()
-    if found is None:
-        return {}, []
-    bodies: dict[str, Callable[[], object]] = {}
-    theirs = PeerBlock(found.pytorch, block)
-    recipes = {name: getattr(found.recipe, kind.__name__)() for name, kind in RECIPES.items()}
-    for name, recipe in {"bf16": None, **recipes}.items():
-
-        def step(recipe: Any = recipe) -> None:
-            with found.pytorch.autocast(enabled=recipe is not None, recipe=recipe):
-                y = theirs(x)
-            y.backward(gradient)
-
-        def trial(step: Callable[[], None] = step) -> Callable[[], None]:
-            step()
-            torch.cuda.synchronize()
-            return step
-
-        body = attempt(f"block, Transformer Engine {name}", trial, failures)
-        if body is not None:
-            bodies[f"Transformer Engine {name}"] = body
-    return bodies, list(theirs.parameters())
-
-
-def events(
-    bodies: dict[str, Callable[[], object]], tensors: list[torch.Tensor], rounds: int
-) -> dict[str, float]:
-    """Median milliseconds between CUDA events around bodies in turns; gradients are cleared before each."""
-    times: dict[str, list[float]] = {name: [] for name in bodies}
-    for turn in range(3 + rounds):
-        for name, body in bodies.items():
-            for tensor in tensors:
-                tensor.grad = None
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(2_000_000)  # keeps the host ahead
-            start.record()
-            body()
-            end.record()
-            torch.cuda.synchronize()
-            if turn >= 3:
-                times[name].append(start.elapsed_time(end))
-    return {name: sorted(found)[len(found) // 2] for name, found in times.items()}
-
-
-def gpu_times(arguments: argparse.Namespace, failures: dict[str, str]) -> list[dict[str, float]]:
-    """Milliseconds of forward and backward, by recipe and for torch, for the experts and for the whole block."""
-    dtype, device = torch.bfloat16, arguments.device
-    torch.manual_seed(0)
-    sizes = arguments.hidden, arguments.ffn
-    block = te.MoE(
-        *sizes,
-        arguments.experts,
-        arguments.topk,
-        device=device,
-        dtype=dtype,
-        single_grouped_weight=True,
-    )
-    return [expert_times(arguments, block), block_times(arguments, block, failures)]
-
-
-def expert_times(arguments: argparse.Namespace, block: te.MoE) -> dict[str, float]:
-    """Return the milliseconds of the experts of a block."""
-    dtype, device = torch.bfloat16, arguments.device
-    rows = arguments.tokens * arguments.topk
-    chosen = torch.randint(arguments.experts, (rows,), device=device)
-    splits = torch.bincount(chosen, minlength=arguments.experts)
-    x = torch.randn(rows, arguments.hidden, dtype=dtype, device=device, requires_grad=True)
-    probs = torch.rand(rows, device=device, requires_grad=True)
-    gradient = torch.randn_like(x)
-    theirs = TorchExperts(block.experts)
-    region = {name: recipe() for name, recipe in RECIPES.items()}
-
-    def ours(name: str) -> None:
-        with te.autocast(enabled=name != "bf16", recipe=region.get(name)):
-            y = block.experts(x, splits, probs, splits)
-        y.backward(gradient)
-
-    bodies: dict[str, Callable[[], object]] = {
-        "torch._grouped_mm": lambda: theirs(x, splits, probs).backward(gradient),
-        "te_fast bf16": lambda: ours("bf16"),
-    }
-    bodies |= {f"te_fast {name}": lambda name=name: ours(name) for name in RECIPES}  # type: ignore[misc]
-    tensors = [x, probs, *block.parameters(), *theirs.parameters()]
-    return events(bodies, tensors, arguments.rounds)
-
-
-def block_times(
-    arguments: argparse.Namespace, block: te.MoE, failures: dict[str, str]
-) -> dict[str, float]:
-    """Return the milliseconds of a whole block."""
-    x = torch.randn(
-        arguments.tokens, arguments.hidden, dtype=torch.bfloat16, device=arguments.device
-    ).requires_grad_()
-    gradient = torch.randn_like(x)
-    theirs = TorchBlock(block)
-    region = {name: recipe() for name, recipe in RECIPES.items()}
-
-    def ours(name: str) -> None:
-        with te.autocast(enabled=name != "bf16", recipe=region.get(name)):
-            y: Any = block(x)
-        y.backward(gradient)
-
-    bodies: dict[str, Callable[[], object]] = {
-        "torch._grouped_mm": lambda: theirs(x).backward(gradient),
-        "te_fast bf16": lambda: ours("bf16"),
-    }
-    bodies |= {f"te_fast {name}": lambda name=name: ours(name) for name in RECIPES}  # type: ignore[misc]
-    others, parameters = of_peer(block, x, gradient, failures)
-    tensors = [x, *block.parameters(), *theirs.parameters(), *parameters]
-    return events(bodies | others, tensors, arguments.rounds)
-
-
 def main() -> int:
     """Measure, print, write; 1 when a bar of host time is missed on CUDA."""
     parser = options(__doc__)
     parser.add_argument("--features", type=int, default=512, help="sides of a weight, host time")
     parser.add_argument("--host-only", action="store_true", help="no GPU time")
-    for name, default in (
-        ("tokens", 4096),
-        ("hidden", 7168),
-        ("ffn", 2048),
-        ("experts", 32),
-        ("topk", 8),
-    ):
+    for name, default in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     arguments = parser.parse_args()
     as_in_training()
@@ -474,14 +281,7 @@ def main() -> int:
         STACK: stack,
     }
     if arguments.device.type == "cuda" and not arguments.host_only:
-        for what, gpu in zip(("experts", "block"), gpu_times(arguments, failures), strict=True):
-            reference = gpu["torch._grouped_mm"]
-            show(
-                f"GPU time of the {what}, forward + backward, {arguments.tokens} tokens x {arguments.topk}",
-                ["", "ms", "/ torch._grouped_mm"],
-                [[name, f"{time:.3f}", f"{time / reference:.2f}"] for name, time in gpu.items()],
-            )
-            figures[f"gpu_milliseconds_{what}"] = gpu
+        figures |= measure(arguments, failures)
     write("grouped", arguments, figures, failures)
     return 1 if arguments.device.type == "cuda" and not is_met else 0
 
