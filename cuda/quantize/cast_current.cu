@@ -1,5 +1,5 @@
 // Current scaling in one launch: the largest magnitude of a tensor, the scale that follows, and the cast to FP8 in row
-// layout, transposed layout or both. The second reading of the tensor finds in L2 whatever fits there.
+// layout, transposed layout or both. Blocks keep what they have read until the scale is known.
 //
 //   amax = max |x|     scale = fp8_max / max(amax, eps)  (scale_from_amax)     scale_inv = 1 / scale
 //   q    = fp8(float(x) * scale)
@@ -9,29 +9,37 @@
 //   cast_current_many_rounded  the same of round(x), x in FP32: master weights, as if they had been copied to a weight
 //                              of 16 bits first
 //
-// The work is numbered: chunks of a tensor, of which maxima are taken, then its tiles, of which casts are made. Blocks
-// take their numbers from a counter. All that a tile waits for has lower numbers, so that running blocks have it: a
-// grid of any size ends, on a device with any other load. Of many tensors, the host numbers as many together as L2 can
-// hold (rust/core/src/ops/cast_many.rs): chunks of all of them, then tiles of all of them.
+// A block takes tiles of a tensor from a counter, reads them, raises the maximum, and keeps as many as it has slots for
+// in shared memory. Then it takes tiles that no block keeps: those are read again for the cast, the latest ones first,
+// since L2 has them. While other blocks read a tensor's last tiles, a block with a free slot reads the next tensor's.
 //
-// Launch: a block of 256 threads for each chunk and each tile of 128 x 128; a tensor has one of each at least.
+// A block waits only for tiles that running blocks have taken: a grid of any size ends, on a device with any other
+// load.
+//
+// Launch: blocks of 256 threads, no more than there are tiles, with `slots` slots of dynamic shared memory each. More
+//         blocks than run at once would find nothing left to keep.
 // Needs:  contiguous x, any rows, cols and alignment of x and out; out_t [cols, rows rounded up to 16] 16-byte aligned;
 //         workspace zeroed once at allocation, it is zero again after each launch; one launch at a time may use it.
 //         cast_current_many streams its stores: few of the tensors are read soon.
-// Moves:  sizeof(In) bytes per element, as many again from L2, and 1 byte per element and layout written.
+// Moves:  sizeof(In) bytes per element, as many again of the tiles that no block keeps, and 1 byte per element and
+// layout
+//         written.
 
 #include "common/measure.cuh"
-#include "quantize/absmax.cuh"
 #include "quantize/many.cuh"
 
 namespace te_fast::quantize {
 
-// What the blocks of a tensor exchange. `number` is of the first tensor alone.
+// What the blocks exchange about a tensor.
 struct CurrentWorkspace {
+    unsigned long long
+        taken;  // tiles that blocks have taken: low word, to keep, from the first on; high word, from the last
     float amax;
-    unsigned arrived;  // chunks that have raised it
-    unsigned left;     // tiles that have read it
-    unsigned number;   // that the next block takes
+    unsigned read;   // tiles that have raised it
+    unsigned again;  // of these, those that no block keeps
+    unsigned cast;   // of those, the ones that blocks have taken for the cast
+    unsigned left;   // of the first tensor alone: blocks that are done with all tensors
+    unsigned unused;
 };
 static_assert(sizeof(CurrentWorkspace) == kCurrentWorkspaceBytes);
 
@@ -39,102 +47,210 @@ struct CastCurrentParams {
     CurrentWorkspace* workspace;
     const float* noop;  // null: none; *noop == 1 leaves every output as it is
     ScaleRule rule;
-    uint64_t chunk;  // elements
+    uint32_t slots;
+    uint32_t unused;
     ManyEntry entry;
 };
 static_assert(sizeof(CastCurrentParams) == kCastCurrentParamsBytes);
 
-// The same in all threads. Contains a barrier.
-__device__ inline uint32_t take_number(CurrentWorkspace& workspace) {
-    __shared__ uint32_t number;
-    if (threadIdx.x == 0) number = atomicInc(&workspace.number, gridDim.x - 1);
+constexpr uint32_t kNone = ~0u;
+
+// The answer of thread 0, in all threads. Contains barriers, before and after the question.
+template <typename Question>
+__device__ inline uint32_t ask_one(Question question) {
+    __shared__ uint32_t answer;
     __syncthreads();
-    return number;
+    if (threadIdx.x == 0) answer = question();
+    __syncthreads();
+    return answer;
 }
 
-template <Floating Stored>
-__device__ inline void raise_amax(const ManyEntry& entry, uint64_t chunk, uint32_t number,
-                                  CurrentWorkspace& workspace) {
-    __shared__ float scratch[kThreads / 32];
-    const uint64_t count = uint64_t{entry.rows} * entry.cols, begin = number * chunk;
-    const float amax =
-        block_max<kThreads>(local_absmax<Stored>(entry.x, begin, min(begin + chunk, count), kSpan), scratch);
+// Thread 0's turn at one of the counters, under way while the block works on its last tile.
+struct Ticket {
+    unsigned long long before;
+
+    // To read a tile for the first time.
+    __device__ void read_next(CurrentWorkspace& workspace, bool keep) {
+        if (threadIdx.x == 0) before = atomicAdd(&workspace.taken, keep ? 1ull : 1ull << 32);
+    }
+    // The tile; none if all have been taken.
+    __device__ uint32_t tile_to_read(uint32_t tiles, bool keep) const {
+        const auto kept = static_cast<uint32_t>(before), others = static_cast<uint32_t>(before >> 32);
+        if (uint64_t{kept} + others >= tiles) return kNone;
+        return keep ? kept : tiles - 1 - others;
+    }
+    // To cast a tile that no block keeps, once all have been read.
+    __device__ void cast_next(CurrentWorkspace& workspace, uint32_t again) {
+        if (threadIdx.x == 0 && again != 0) before = atomicAdd(&workspace.cast, 1);
+    }
+    __device__ uint32_t tile_to_cast(uint32_t tiles, uint32_t again) const {
+        return again != 0 && before < again ? tiles - again + static_cast<uint32_t>(before) : kNone;
+    }
+};
+
+// Raises the maximum to a tile's. Contains a barrier, before which `scratch` must not be in use.
+template <Floating In>
+__device__ inline void raise_amax(CurrentWorkspace& workspace, const Raw8<In> (&raw)[kPatch], bool keep,
+                                  float* scratch) {
+    Raw8<In> acc = zero8<In>();
+#pragma unroll
+    for (int i = 0; i < kPatch; ++i) absmax_into<In>(acc, raw[i]);
+    const float amax = block_max<kTileThreads>(absmax8<In>(acc), scratch);
     if (threadIdx.x != 0) return;
-    atomic_max_nonnegative(&workspace.amax, amax);
+    atomicMax(reinterpret_cast<unsigned*>(&workspace.amax), __float_as_uint(amax));  // not negative
+    if (!keep) atomicAdd(&workspace.again, 1);
     __threadfence();
-    atomicAdd(&workspace.arrived, 1);
+    atomicAdd(&workspace.read, 1);
 }
 
-// The scale of the tensor, in all threads, once all chunks have raised the maximum. The last of `tiles` blocks to come
-// here leaves the workspace as it was. Contains a barrier.
-template <Floating Stored, Floating In>
-__device__ inline float wait_for_scale(const ManyEntry& entry, const ScaleRule& rule, uint32_t tiles,
-                                       CurrentWorkspace& workspace) {
-    __shared__ float scale;
+// Of a tensor whose tiles have all raised the maximum.
+struct Known {
+    float scale;
+    uint32_t again;  // tiles that no block keeps
+};
+// Waits for it; the same in all threads. Contains barriers.
+__device__ inline Known wait_for(CurrentWorkspace& workspace, uint32_t tiles, const ScaleRule& rule) {
+    __shared__ Known known;
+    __syncthreads();
     if (threadIdx.x == 0) {
         volatile CurrentWorkspace& seen = workspace;
-        while (seen.arrived != entry.chunks) {
+        while (seen.read != tiles) {
         }
         __threadfence();
-        // Rounding keeps the order of magnitudes: the largest rounded element is the rounded largest one.
         const float amax = seen.amax;
-        scale = rule.scale(std::same_as<Stored, In> ? amax : to_float(from_float<In>(amax)));
-        if (atomicInc(&workspace.left, tiles - 1) == tiles - 1) {
-            seen.amax = 0.0f;
-            seen.arrived = 0;
-        }
+        known = {rule.scale(amax), seen.again};
     }
     __syncthreads();
-    return scale;
+    return known;
 }
 
-template <bool kVectors, Floating Stored, Floating In, Fp8 Out, Read kRead>
-__device__ inline void cast_tile_of(const ManyEntry& entry, const ScaleRule& rule, const CastBlockParams& b,
-                                    uint32_t number, CurrentWorkspace& workspace, BlockShared<In>& shared) {
-    const uint32_t tiles = max(b.tiles_rows * b.tiles_cols, 1u);
-    const TilePlace place = place_of(b, tiles - 1 - number);  // what was read last is in L2 for certain
-    const PatchPlace<false> patch(place, {b.cols, 0});
-    Raw8<In> raw[kPatch];
-    load_patch_as<kVectors, Stored>(b, patch, raw);
-    const float scale = wait_for_scale<Stored, In>(entry, rule, tiles, workspace);
-    if (number == 0 && threadIdx.x == 0 && b.scale_inv != nullptr) *b.scale_inv = __frcp_rn(scale);
-    cast_tile<kVectors, In, Out, kRead>(b, place, patch, raw, scale, nullptr, shared);
+// A slot's part of a thread, which no other thread reads.
+template <Floating In>
+__device__ inline uint4* slot_of(uint32_t slot) {
+    extern __shared__ uint4 slots[];
+    return slots + slot * (sizeof(Raw8<In>) / sizeof(uint4)) * kPatch * kTileThreads + threadIdx.x;
 }
+template <Floating In>
+__device__ inline void keep_patch(uint32_t slot, const Raw8<In> (&raw)[kPatch]) {
+    constexpr int kWords = sizeof(Raw8<In>) / sizeof(uint4);
+    uint4* to = slot_of<In>(slot);
+#pragma unroll
+    for (int i = 0; i < kPatch * kWords; ++i) to[i * kTileThreads] = raw[i / kWords].word[i % kWords];
+}
+template <Floating In>
+__device__ inline void kept_patch(uint32_t slot, Raw8<In> (&raw)[kPatch]) {
+    constexpr int kWords = sizeof(Raw8<In>) / sizeof(uint4);
+    const uint4* from = slot_of<In>(slot);
+#pragma unroll
+    for (int i = 0; i < kPatch * kWords; ++i) raw[i / kWords].word[i % kWords] = from[i * kTileThreads];
+}
+
+// One of the tensors of a launch.
+struct Tensor {
+    const CastBlockParams b;
+    const uint32_t tiles;  // one at least, so that a tensor without elements has a scale
+
+    __device__ Tensor(const ManyEntry& entry, const ScaleRule& rule)
+        : b(of_entry(entry, rule.eps, rule.pow2)), tiles(max(b.tiles_rows * b.tiles_cols, 1u)) {}
+};
 
 template <Floating Stored, Floating In, Fp8 Out, Read kRead>
-__device__ inline void cast_tile_of(const ManyEntry& entry, const ScaleRule& rule, uint32_t number,
-                                    CurrentWorkspace& workspace) {
+struct Caster {
+    BlockShared<In>& shared;
+
+    __device__ static bool takes_vectors(const CastBlockParams& b) {
+        return rows_are_vectors<Stored>(static_cast<const Stored*>(b.x), b.out, b.cols);
+    }
+    __device__ static void load(const CastBlockParams& b, uint32_t number, Raw8<In> (&raw)[kPatch]) {
+        const PatchPlace<false> patch(place_of(b, number), {b.cols, 0});
+        takes_vectors(b) ? load_patch_as<true, Stored>(b, patch, raw) : load_patch_as<false, Stored>(b, patch, raw);
+    }
+    // Before it, all threads must have passed a barrier since the last cast.
+    __device__ void cast(const CastBlockParams& b, uint32_t number, const Raw8<In> (&raw)[kPatch], float scale) const {
+        const TilePlace place = place_of(b, number);
+        const PatchPlace<false> patch(place, {b.cols, 0});
+        if (number == 0 && threadIdx.x == 0 && b.scale_inv != nullptr) *b.scale_inv = __frcp_rn(scale);
+        takes_vectors(b) ? cast_tile<true, In, Out, kRead>(b, place, patch, raw, scale, nullptr, shared)
+                         : cast_tile<false, In, Out, kRead>(b, place, patch, raw, scale, nullptr, shared);
+    }
+};
+
+template <Floating Stored, Floating In, Fp8 Out, Read kRead>
+__device__ void cast_tensors(const ManyEntry* entry, uint32_t entries, const ScaleRule& rule, uint32_t slots,
+                             CurrentWorkspace* workspace) {
+    struct Kept {
+        uint32_t tensor, tile;
+    };
+    __shared__ Kept kept[kCurrentSlots];
     __shared__ BlockShared<In> shared;
-    const CastBlockParams b = of_entry(entry, rule.eps, rule.pow2);
-    rows_are_vectors<Stored>(static_cast<const Stored*>(b.x), b.out, b.cols)
-        ? cast_tile_of<true, Stored, In, Out, kRead>(entry, rule, b, number, workspace, shared)
-        : cast_tile_of<false, Stored, In, Out, kRead>(entry, rule, b, number, workspace, shared);
+    const Caster<Stored, In, Out, kRead> caster{shared};
+    uint32_t oldest = 0, count = 0;  // of the slots
+    uint32_t reading = 0;            // the tensor whose tiles are read
+    Ticket ticket;
+    bool has_ticket = false, keep = false;
+    for (uint32_t casting = 0; casting < entries; ++casting) {
+        while (reading < entries && (reading == casting || count < slots)) {
+            const Tensor tensor(entry[reading], rule);
+            if (!has_ticket) {
+                keep = count < slots;
+                ticket.read_next(workspace[reading], keep);
+            }
+            const uint32_t tile = ask_one([&] { return ticket.tile_to_read(tensor.tiles, keep); });
+            has_ticket = false;
+            if (tile == kNone) {
+                ++reading;
+                continue;
+            }
+            Raw8<In> raw[kPatch];
+            caster.load(tensor.b, tile, raw);
+            const bool keep_this = keep;
+            const uint32_t slot = (oldest + count) % slots;
+            if (keep_this) ++count;
+            if (reading == casting || count < slots) {
+                keep = count < slots;
+                ticket.read_next(workspace[reading], keep);
+                has_ticket = true;
+            }
+            raise_amax<In>(workspace[reading], raw, keep_this, shared.warp_max);
+            if (!keep_this) continue;
+            keep_patch<In>(slot, raw);
+            if (threadIdx.x == 0) kept[slot] = {reading, tile};
+        }
+        const Tensor tensor(entry[casting], rule);
+        const auto [scale, again] = wait_for(workspace[casting], tensor.tiles, rule);
+        Ticket other;
+        other.cast_next(workspace[casting], again);
+        for (; count > 0 && kept[oldest].tensor == casting; --count, oldest = (oldest + 1) % slots) {
+            Raw8<In> raw[kPatch];
+            kept_patch<In>(oldest, raw);
+            caster.cast(tensor.b, kept[oldest].tile, raw, scale);
+            __syncthreads();
+        }
+        for (;;) {
+            const uint32_t tile = ask_one([&, again = again] { return other.tile_to_cast(tensor.tiles, again); });
+            if (tile == kNone) break;
+            Raw8<In> raw[kPatch];
+            caster.load(tensor.b, tile, raw);
+            other.cast_next(workspace[casting], again);
+            caster.cast(tensor.b, tile, raw, scale);
+        }
+    }
+    // The last block leaves the workspaces as they were.
+    if (ask_one([&] { return uint32_t{atomicInc(&workspace->left, gridDim.x - 1) == gridDim.x - 1}; }) == 0) return;
+    for (uint32_t i = threadIdx.x; i < entries; i += kTileThreads) workspace[i] = CurrentWorkspace{};
 }
 
 template <Floating In, Fp8 Out>
 __device__ void cast_current(const CastCurrentParams& p) {
     if (p.noop != nullptr && *p.noop == 1.0f) return;
-    const uint32_t number = take_number(*p.workspace);
-    if (number < p.entry.chunks) {
-        raise_amax<In>(p.entry, p.chunk, number, *p.workspace);
-    } else {
-        cast_tile_of<In, In, Out, Read::kSoon>(p.entry, p.rule, number - p.entry.chunks, *p.workspace);
-    }
+    cast_tensors<In, In, Out, Read::kSoon>(&p.entry, 1, p.rule, p.slots, p.workspace);
 }
 
 template <Floating Stored, Floating In, Fp8 Out>
 __device__ void cast_current_many(const CastManyParams& p) {
-    auto* const workspaces = static_cast<CurrentWorkspace*>(p.workspace);
-    const uint32_t number = take_number(*workspaces);
-    const uint32_t chunks_of = find_entry(p.entries, number, [&](uint32_t i) { return p.first[i]; });
-    const uint32_t chunk = number - p.first[chunks_of];
-    if (chunk < p.entry[chunks_of].chunks) {
-        return raise_amax<Stored>(p.entry[chunks_of], kManyChunk, chunk, workspaces[chunks_of]);
-    }
-    const uint32_t index = find_entry(p.entries, number, [&](uint32_t i) { return p.entry[i].first_tile; });
-    const ManyEntry& entry = p.entry[index];
-    cast_tile_of<Stored, In, Out, Read::kLate>(entry, {p.fp8_max, p.eps, p.pow2, 0}, number - entry.first_tile,
-                                               workspaces[index]);
+    const ScaleRule rule{p.fp8_max, p.eps, p.pow2, 0};
+    cast_tensors<Stored, In, Out, Read::kLate>(p.entry, p.entries, rule, p.slots,
+                                               static_cast<CurrentWorkspace*>(p.workspace));
 }
 
 #define INSTANCE(symbol, in, out)                                           \
@@ -151,11 +267,10 @@ INSTANCE(cast_current_f16_e5m2, f16, e5m2)
 INSTANCE(cast_current_bf16_e4m3, bf16, e4m3)
 INSTANCE(cast_current_bf16_e5m2, bf16, e5m2)
 
-#define MANY_INSTANCE(symbol, stored, in, out)                                  \
-    extern "C" __global__ void __launch_bounds__(kTileThreads, kBlocks<stored>) \
-        symbol(const __grid_constant__ CastManyParams p) {                      \
-        ptx::wait_for_prior_grids();                                            \
-        cast_current_many<stored, in, out>(p);                                  \
+#define MANY_INSTANCE(symbol, stored, in, out)                                                                       \
+    extern "C" __global__ void __launch_bounds__(kTileThreads, 2) symbol(const __grid_constant__ CastManyParams p) { \
+        ptx::wait_for_prior_grids();                                                                                 \
+        cast_current_many<stored, in, out>(p);                                                                       \
     }
 
 MANY_INSTANCE(cast_current_many_f32_e4m3, f32, f32, e4m3)

@@ -16,8 +16,6 @@ struct ManyEntry {
     float* scale_inv;    // the tensor's, null: none; or those of the row layout's blocks
     float* other;        // *other is raised to max |x|, null: none; or the scales of the transposed layout's blocks
     uint32_t rows, cols;
-    uint32_t chunks;      // cast_current: its chunks
-    uint32_t first_tile;  // cast_current: the number of its first tile
 };
 
 struct CastManyParams {
@@ -26,7 +24,9 @@ struct CastManyParams {
     uint32_t pow2;
     float eps;
     float fp8_max;
-    uint32_t first[kManyTensors];  // block of each entry, ascending; cast_current: the number of its first chunk
+    uint32_t slots;  // cast_current: of a block
+    uint32_t unused;
+    uint32_t first[kManyTensors];  // block of each entry, ascending; cast_current: none
     ManyEntry entry[kManyTensors];
 };
 static_assert(sizeof(CastManyParams) == kCastManyParamsBytes, "kernel parameters end at 32764 bytes");

@@ -8,10 +8,12 @@ from many_tensors import check, quantizers, values_of
 from te_fast import dispatch
 
 pytestmark = pytest.mark.gpu
-# Less than a chunk, tiles that end early, as many tiles as run at once, and several rounds of them.
+# Less than a tile, tiles that end early, a block for each tile, and blocks that keep several.
 SHAPES = [(1, 1), (7, 33), (129, 136), (300, 520), (512, 2048), (2048, 2048), (2048, 6144)]
+#: More tiles than blocks keep.
+LARGE = (2040, 11272)
 #: Larger tensors take a launch for the scale and a launch for the cast.
-APART = (4096, 4352)
+APART = (8192, 4352)
 
 
 def guarded(shape, dtype, fmt="e4m3", usage=(True, True)):
@@ -33,18 +35,27 @@ def quantize(tensor, x):
     return [launch.name for launch in launches]
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, APART], ids=str)
-@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_bytes_and_scale(dtype, fmt, shape):
+def check_bytes_and_scale(dtype, fmt, shape, count=1):
     tensor, guards = guarded(shape, dtype, fmt)
     for seed in range(3):  # counters are zero again after each launch
         (_, x, _) = values_of([(1, 1), shape, (1, 1)], dtype, "cuda", seed=seed)
         names = quantize(tensor, x)
-        assert len(names) == (2 if shape == APART or x.nbytes > 32 << 20 else 1), names
+        assert len(names) == count, names
         check(tensor, x, "current", fmt)
     for guard in guards:
         guard.check()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_bytes_and_scale(dtype, fmt, shape):
+    check_bytes_and_scale(dtype, fmt, shape)
+
+
+@pytest.mark.parametrize(("shape", "count"), [(LARGE, 1), (APART, 2)], ids=["large", "apart"])
+def test_large_tensors(shape, count):
+    check_bytes_and_scale(torch.bfloat16, "e4m3", shape, count)
 
 
 @pytest.mark.parametrize("usage", [(True, False), (False, True)], ids=["row", "column"])

@@ -72,7 +72,7 @@ def test_what_differs_has_a_launch_of_its_own():
 
 
 def test_more_tensors_than_a_launch_takes():
-    shapes = [(16, 16)] * 481
+    shapes = [(16, 16)] * 545
     tensors = tensors_of("current", shapes, torch.bfloat16)
     values = values_of(shapes, torch.bfloat16, "cpu")
     assert written(tensors, values) == LAUNCHES["current"] * 2

@@ -73,17 +73,17 @@ constants! {
         /// The same with parameters that cost the host almost nothing.
         FEW_ENTRIES: usize = 62;
         /// Largest number of tensors of a `cast_many`, limited by the size of kernel parameters.
-        MANY_TENSORS: usize = 480;
-        /// Elements of a chunk of a `cast_current_many`.
-        MANY_CHUNK: usize = 4 * SPAN;
+        MANY_TENSORS: usize = 544;
         /// Bytes that the blocks of a tensor exchange in a `cast_current`.
-        CURRENT_WORKSPACE_BYTES: usize = 16;
+        CURRENT_WORKSPACE_BYTES: usize = 32;
+        /// The most tiles that a block of it keeps.
+        CURRENT_SLOTS: usize = 3;
         /// Size of `CastCurrentParams`.
-        CAST_CURRENT_PARAMS_BYTES: usize = 104;
+        CAST_CURRENT_PARAMS_BYTES: usize = 96;
         /// Scales of 128 x 128 blocks are padded to a multiple of this.
         SCALE_ALIGN: usize = 4;
         /// Size of `CastManyParams`.
-        CAST_MANY_PARAMS_BYTES: usize = 24 + (4 + 64) * MANY_TENSORS;
+        CAST_MANY_PARAMS_BYTES: usize = 32 + (4 + 56) * MANY_TENSORS;
         /// Entries of a `handover`.
         HANDOVER_ENTRIES: usize = 32;
         /// Bytes of a row of its table: inverse scale, scale and maximum, each on 16 bytes of its own.

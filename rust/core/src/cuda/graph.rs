@@ -12,6 +12,7 @@ use crate::base::error::Result;
 use crate::cuda::context::PrimaryContext;
 use crate::cuda::device::{CudaQueue, Stream};
 use crate::cuda::functions::{Functions, check, functions};
+use crate::cuda::zeroed::GraphCounters;
 
 /// Launches under capture, which have not run.
 #[derive(Debug)]
@@ -101,6 +102,8 @@ pub struct Graph {
     exec: CUgraphExec,
     context: PrimaryContext,
     calls: &'static Functions,
+    /// Counters that its launches expect to be zero.
+    counters: Option<GraphCounters>,
 }
 
 // SAFETY: an executable graph is a handle of the driver, not memory of one thread.
@@ -119,25 +122,31 @@ impl Graph {
             zeroed.begin_graph();
         }
         let captured = Captured::of(queue, launches);
-        if let Some(zeroed) = &mut queue.zeroed {
-            zeroed.end_graph();
-        }
+        let counters = queue.zeroed.as_mut().map(|zeroed| zeroed.end_graph());
         let captured = captured?;
         let mut exec = std::ptr::null_mut();
         // SAFETY: a complete graph; writes one handle.
         check("cuGraphInstantiate", unsafe { (calls.cuGraphInstantiateWithFlags)(&raw mut exec, captured.graph, 0) })?;
-        Ok(Self { exec, context, calls })
+        let counters = counters.filter(|counters| !counters.is_empty());
+        Ok(Self { exec, context, calls, counters })
     }
 
-    /// Runs the launches again, in stream order.
+    /// Runs the launches again, in stream order. Returns whether it did: not where the stream's private memory, with the
+    /// graph's counters, was released.
     ///
     /// # Errors
     /// The driver's refusal.
     #[inline]
-    pub(crate) fn launch(&self, stream: Stream) -> Result<()> {
+    pub(crate) fn launch(&self, queue: &CudaQueue<'_>) -> Result<bool> {
+        if let Some(counters) = &self.counters {
+            let zeroed = queue.zeroed.as_deref();
+            if !zeroed.map_or(Ok(false), |zeroed| zeroed.prepare(counters, queue.stream))? {
+                return Ok(false);
+            }
+        }
         // SAFETY: a live executable graph of the current context; every address in it belongs to tensors of this call,
         // which the caller compared with those of the capture.
-        check("cuGraphLaunch", unsafe { (self.calls.cuGraphLaunch)(self.exec, stream.raw()) })
+        check("cuGraphLaunch", unsafe { (self.calls.cuGraphLaunch)(self.exec, queue.stream.raw()) }).map(|()| true)
     }
 }
 

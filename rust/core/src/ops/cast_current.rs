@@ -1,23 +1,26 @@
 //! Current scaling of one tensor in one launch: its amax, the scale that follows, and the cast.
 
-use te_fast_kernels::constants::quantize::{self, CURRENT_WORKSPACE_BYTES, SPAN};
-use te_fast_kernels::constants::tile::TILE_THREADS;
+use te_fast_kernels::constants::quantize::{self, CURRENT_SLOTS, CURRENT_WORKSPACE_BYTES};
+use te_fast_kernels::constants::tile::{TILE, TILE_THREADS};
 use te_fast_kernels::{Float, KernelId};
 
 use crate::base::error::{Error, Result};
 use crate::base::pointer::DevPtr;
 use crate::host;
 use crate::launch::grid::Grid;
-use crate::launch::target::{Target, launch};
+use crate::launch::target::{Backend, Target, launch};
 use crate::ops::amax::{ScaleNumbers, ScaleRule, check_eps};
 use crate::ops::cast::{aligned, check_columns, tiles};
 use crate::ops::cast_many::ManyEntry;
 use crate::params;
 
 const OP: &str = "cast_current";
-/// Chunks per multiprocessor up to which a chunk is one span, and spans of the largest chunk.
-const CHUNKS_PER_MULTIPROCESSOR: usize = 4;
-const MOST_SPANS: usize = 4;
+/// Shared memory of a block besides its slots: a tile's transposed bytes, and the kilobyte that CUDA takes.
+const BLOCK_BYTES: usize = 17_500;
+/// The same of a multiprocessor, which blocks cannot ask for.
+const RESERVED_BYTES: usize = 1 << 10;
+/// Blocks that a multiprocessor should have at least: while one waits, others read.
+const BLOCKS_AT_LEAST: usize = 2;
 
 params! {
     /// Parameters of `cast_current_*`.
@@ -28,8 +31,10 @@ params! {
         pub noop: DevPtr<'a>,
         /// How the scale follows from the amax.
         pub rule: ScaleNumbers,
-        /// Elements of a chunk.
-        pub chunk: u64,
+        /// Tiles that a block keeps.
+        pub slots: u32,
+        /// 0.
+        pub unused: u32,
         /// The tensor.
         pub entry: ManyEntry<'a>,
     }
@@ -55,47 +60,31 @@ pub struct CastCurrentPointers<'a> {
 /// A checked cast under current scaling.
 #[derive(Clone, Copy, Debug)]
 pub struct CastCurrentPlan {
-    kernel: KernelId,
-    grid: Grid,
+    input: Float,
     rule: ScaleRule,
     rows: u32,
     cols: u32,
-    chunk: u64,
-    chunks: u32,
+    tiles: u64,
 }
 
 impl CastCurrentPlan {
     /// Size of the workspace.
     pub const WORKSPACE_BYTES: usize = CURRENT_WORKSPACE_BYTES;
 
-    /// A cast of `rows` x `cols` elements on a device with `multiprocessors` (any number for the host backend).
+    /// A cast of `rows` x `cols` elements.
     ///
     /// # Errors
     /// An epsilon that is negative or not a number, or a shape beyond what a launch can index.
-    pub fn new(rows: usize, cols: usize, input: Float, rule: ScaleRule, multiprocessors: u32) -> Result<Self> {
+    pub fn new(rows: usize, cols: usize, input: Float, rule: ScaleRule) -> Result<Self> {
         check_eps(OP, rule.eps)?;
         check_columns(OP, cols)?;
         let (tiles_rows, tiles_cols) = tiles(OP, rows, cols)?;
         let Ok(short_rows) = u32::try_from(rows) else {
             return Err(Error::shape(OP, "the number of rows", "below 2**32", rows));
         };
-        let count = rows * cols;
-        let most = CHUNKS_PER_MULTIPROCESSOR * multiprocessors.max(1) as usize;
-        let chunk = SPAN * count.div_ceil(SPAN * most).clamp(1, MOST_SPANS);
-        let chunks = count.div_ceil(chunk).max(1);
-        let blocks = chunks + (tiles_rows as usize * tiles_cols as usize).max(1);
-        let Ok(blocks) = i32::try_from(blocks) else {
-            return Err(Error::shape(OP, "the number of blocks", "below 2**31", blocks));
-        };
-        Ok(Self {
-            kernel: KernelId::CastCurrent(input, rule.output),
-            grid: Grid::linear(blocks as u32, TILE_THREADS),
-            rule,
-            rows: short_rows,
-            cols: cols as u32,
-            chunk: chunk as u64,
-            chunks: chunks as u32,
-        })
+        let tiles = (u64::from(tiles_rows) * u64::from(tiles_cols)).max(1);
+        check_tiles(OP, tiles)?;
+        Ok(Self { input, rule, rows: short_rows, cols: cols as u32, tiles })
     }
 
     /// Launches the cast.
@@ -113,11 +102,13 @@ impl CastCurrentPlan {
         if !target.is_host() {
             aligned(OP, "the transposed output", b.out_t)?;
         }
+        let blocks = Blocks::of(target, self.tiles, self.input.size());
         let params = CastCurrentParams {
             workspace: b.workspace,
             noop: b.noop,
             rule: self.rule.into(),
-            chunk: self.chunk,
+            slots: blocks.slots,
+            unused: 0,
             entry: ManyEntry {
                 x: b.x,
                 out: b.out,
@@ -127,11 +118,54 @@ impl CastCurrentPlan {
                 other: DevPtr::null(),
                 rows: self.rows,
                 cols: self.cols,
-                chunks: self.chunks,
-                first_tile: self.chunks,
             },
         };
-        launch(target, self.kernel, self.grid, &params)
+        launch(target, KernelId::CastCurrent(self.input, self.rule.output), blocks.grid, &params)
+    }
+}
+
+/// Tiles are numbered by 31 bits.
+pub(crate) fn check_tiles(op: &'static str, tiles: u64) -> Result<()> {
+    if i32::try_from(tiles).is_ok() {
+        return Ok(());
+    }
+    Err(Error::shape(op, "the number of tiles of 128 x 128", "below 2**31", tiles))
+}
+
+/// The blocks of a launch, and the tiles that each of them keeps.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Blocks {
+    pub(crate) grid: Grid,
+    pub(crate) slots: u32,
+}
+
+impl Blocks {
+    /// For so many tiles, kept as elements of `element_bytes`.
+    #[inline]
+    pub(crate) fn of(target: &Target<'_>, tiles: u64, element_bytes: usize) -> Self {
+        let (multiprocessors, shared_bytes) = match &target.backend {
+            Backend::Cuda(queue) => {
+                let facts = queue.device.facts();
+                (facts.multiprocessors, facts.shared_bytes as usize)
+            }
+            Backend::Host => (1, 0),
+        };
+        Self::on(multiprocessors, shared_bytes, tiles, element_bytes)
+    }
+
+    /// Of a device: one slot if all tiles then find one, else as many as leave room for [`BLOCKS_AT_LEAST`].
+    fn on(multiprocessors: u32, shared_bytes: usize, tiles: u64, element_bytes: usize) -> Self {
+        let (slot, memory) = (TILE * TILE * element_bytes, shared_bytes + RESERVED_BYTES);
+        let blocks = |slots: usize| multiprocessors as usize * (memory / (BLOCK_BYTES + slots * slot)).max(1);
+        let one = blocks(1);
+        let slots = if tiles <= one as u64 {
+            1
+        } else {
+            ((memory / BLOCKS_AT_LEAST).saturating_sub(BLOCK_BYTES) / slot).clamp(1, CURRENT_SLOTS)
+        };
+        let count = tiles.min(blocks(slots) as u64) as u32;
+        let grid = Grid::linear(count, TILE_THREADS).with_shared((slots * slot) as u32);
+        Self { grid, slots: slots as u32 }
     }
 }
 
@@ -141,12 +175,39 @@ mod tests {
 
     use super::*;
 
+    /// Tiles, slots, blocks on an H100.
+    fn on_hopper(tiles: u64, element_bytes: usize) -> (u32, u32) {
+        let Blocks { grid, slots } = Blocks::on(132, 227 << 10, tiles, element_bytes);
+        assert_eq!(grid.shared_bytes as usize, slots as usize * TILE * TILE * element_bytes);
+        (slots, grid.blocks[0])
+    }
+
     #[test]
-    fn a_tensor_without_elements_has_one_chunk_and_one_tile() -> Result<()> {
+    fn every_tile_of_a_small_tensor_has_a_block_and_large_ones_have_more_slots() {
+        assert_eq!(on_hopper(1, 2), (1, 1));
+        assert_eq!(on_hopper(528, 2), (1, 528));
+        assert_eq!(on_hopper(529, 2), (3, 264));
+        assert_eq!(on_hopper(1 << 20, 2), (3, 264));
+        assert_eq!(on_hopper(1000, 4), (1, 264));
+    }
+
+    #[test]
+    fn slots_fit_where_shared_memory_is_small() {
+        for shared_bytes in [99 << 10, 163 << 10, 227 << 10] {
+            for element_bytes in [2, 4] {
+                for tiles in [1, 100, 10_000] {
+                    let Blocks { grid, slots } = Blocks::on(100, shared_bytes, tiles, element_bytes);
+                    assert!(slots >= 1 && grid.shared_bytes as usize + BLOCK_BYTES <= shared_bytes + RESERVED_BYTES);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_tensor_without_elements_has_one_tile() -> Result<()> {
         let rule = ScaleRule { output: Fp8::E4m3, eps: 0.0, pow2: false };
         for (rows, cols) in [(0, 513), (513, 0), (0, 0)] {
-            let plan = CastCurrentPlan::new(rows, cols, Float::Bf16, rule, 132)?;
-            assert_eq!(plan.grid.blocks, [2, 1, 1], "{rows} x {cols}");
+            assert_eq!(CastCurrentPlan::new(rows, cols, Float::Bf16, rule)?.tiles, 1, "{rows} x {cols}");
         }
         Ok(())
     }

@@ -3,7 +3,7 @@
 //! The tensors' addresses are kernel parameters, so that no table on the device has to be kept, and a captured launch
 //! has its own copy.
 
-use te_fast_kernels::constants::quantize::{self, CURRENT_WORKSPACE_BYTES, MANY_CHUNK, MANY_TENSORS};
+use te_fast_kernels::constants::quantize::{self, CURRENT_WORKSPACE_BYTES, MANY_TENSORS};
 use te_fast_kernels::constants::tile::{TILE, TILE_THREADS};
 use te_fast_kernels::{Float, Fp8, Half, KernelId};
 
@@ -14,12 +14,10 @@ use crate::launch::grid::Grid;
 use crate::launch::target::{Target, launch};
 use crate::ops::amax::{ScaleRule, check_eps};
 use crate::ops::cast::{aligned, check_columns, tiles};
+use crate::ops::cast_current::{Blocks, check_tiles};
 use crate::params;
 
 const OP: &str = "cast_many";
-/// Bytes of tensors that current scaling reads for their maxima before it reads the first of them again: they, what is
-/// written of them and the next ones share L2.
-const TOGETHER_BYTES: usize = 16 << 20;
 
 /// One tensor of a launch.
 #[derive(Clone, Copy, Debug)]
@@ -41,10 +39,6 @@ pub struct ManyEntry<'a> {
     pub rows: u32,
     /// Columns.
     pub cols: u32,
-    /// Chunks, of which current scaling takes maxima.
-    pub chunks: u32,
-    /// Number of its first tile, under current scaling.
-    pub first_tile: u32,
 }
 
 impl ManyEntry<'_> {
@@ -57,8 +51,6 @@ impl ManyEntry<'_> {
         other: DevPtr::null(),
         rows: 0,
         cols: 0,
-        chunks: 0,
-        first_tile: 0,
     };
 }
 
@@ -75,7 +67,11 @@ params! {
         pub eps: f32,
         /// Largest value of the FP8 type.
         pub fp8_max: f32,
-        /// First block of each entry; under current scaling the number of its first chunk.
+        /// Tiles that a block keeps under current scaling.
+        pub slots: u32,
+        /// 0.
+        pub unused: u32,
+        /// First block of each entry; zeros under current scaling, whose blocks take tiles of all.
         pub first: [u32; MANY_TENSORS],
         /// The entries.
         pub entry: [ManyEntry<'a>; MANY_TENSORS],
@@ -109,10 +105,11 @@ impl ManyInputs {
         }
     }
 
+    /// Of what is cast.
     const fn element_bytes(self) -> usize {
         match self {
             Self::Plain(input) => input.size(),
-            Self::Rounded(_) => size_of::<f32>(),
+            Self::Rounded(_) => size_of::<u16>(),
         }
     }
 }
@@ -199,7 +196,8 @@ impl CastManyPlan {
     fn check(&self, cast: &TensorCast<'_>, host: bool) -> Result<()> {
         let &TensorCast { rows, cols, .. } = cast;
         check_columns(OP, cols)?;
-        tiles(OP, rows, cols)?;
+        let (tiles_rows, tiles_cols) = tiles(OP, rows, cols)?;
+        check_tiles(OP, u64::from(tiles_rows) * u64::from(tiles_cols))?;
         if i32::try_from(rows).is_err() {
             return Err(Error::shape(OP, "the number of rows", "below 2**31", rows));
         }
@@ -226,6 +224,8 @@ impl CastManyPlan {
             pow2: u32::from(pow2),
             eps,
             fp8_max: output.max(),
+            slots: 0,
+            unused: 0,
             first: [0; MANY_TENSORS],
             entry: std::array::from_fn(|_| ManyEntry::EMPTY),
         };
@@ -234,11 +234,16 @@ impl CastManyPlan {
         }
         // A tensor without elements still has an inverse scale, unless scales belong to blocks.
         let least = u32::from(!matches!(self.scales, ManyScales::Block { .. }));
-        let blocks = match self.scales {
-            ManyScales::Current(_) => number(&mut params, input.element_bytes())?,
-            _ => place(&mut params, least)?,
+        let grid = match self.scales {
+            ManyScales::Current(_) => {
+                let tiles = params.entry[..casts.len()].iter().map(|entry| tiles_of(entry, least)).sum();
+                let blocks = Blocks::of(target, tiles, input.element_bytes());
+                params.slots = blocks.slots;
+                blocks.grid
+            }
+            _ => Grid::linear(place(&mut params, least)?, TILE_THREADS),
         };
-        launch(target, input.cast(output, self.scales), Grid::linear(blocks, TILE_THREADS), &params)
+        launch(target, input.cast(output, self.scales), grid, &params)
     }
 
     fn entry<'a>(&self, cast: &TensorCast<'a>) -> ManyEntry<'a> {
@@ -248,9 +253,7 @@ impl CastManyPlan {
             ManyScales::Current(_) => (DevPtr::null(), DevPtr::null()),
             ManyScales::Block { .. } => (DevPtr::null(), cast.scale_inv_t),
         };
-        let chunks = (rows * cols).div_ceil(MANY_CHUNK).max(1) as u32;
-        let (rows, cols, first_tile) = (rows as u32, cols as u32, 0);
-        ManyEntry { x, out, out_t, scale, scale_inv, other, rows, cols, chunks, first_tile }
+        ManyEntry { x, out, out_t, scale, scale_inv, other, rows: rows as u32, cols: cols as u32 }
     }
 }
 
@@ -269,33 +272,6 @@ fn place(params: &mut CastManyParams<'_>, least: u32) -> Result<u32> {
         check_blocks(blocks)?;
     }
     Ok(blocks as u32)
-}
-
-/// Numbers the chunks and the tiles of every entry: those of as many tensors together as L2 can hold, first all chunks.
-/// Returns the number of blocks.
-fn number(params: &mut CastManyParams<'_>, element_bytes: usize) -> Result<u32> {
-    let (mut next, mut begin) = (0_u64, 0);
-    let entries = params.entries as usize;
-    while begin < entries {
-        let (mut end, mut bytes) = (begin, 0);
-        while end < entries {
-            let entry = &params.entry[end];
-            bytes += entry.rows as usize * entry.cols as usize * element_bytes;
-            if end > begin && bytes > TOGETHER_BYTES {
-                break;
-            }
-            params.first[end] = next as u32;
-            next += u64::from(entry.chunks);
-            end += 1;
-        }
-        for entry in &mut params.entry[begin..end] {
-            entry.first_tile = next as u32;
-            next += tiles_of(entry, 1);
-        }
-        check_blocks(next)?;
-        begin = end;
-    }
-    Ok(next as u32)
 }
 
 fn check_blocks(blocks: u64) -> Result<()> {
@@ -339,12 +315,13 @@ mod tests {
             pow2: 0,
             eps: 0.0,
             fp8_max: 0.0,
+            slots: 0,
+            unused: 0,
             first: [0; MANY_TENSORS],
             entry: std::array::from_fn(|_| ManyEntry::EMPTY),
         };
         for (&(rows, cols), entry) in shapes.iter().zip(&mut params.entry) {
-            let chunks = (rows as usize * cols as usize).div_ceil(MANY_CHUNK).max(1) as u32;
-            *entry = ManyEntry { rows, cols, chunks, ..*entry };
+            *entry = ManyEntry { rows, cols, ..*entry };
         }
         params
     }
@@ -354,19 +331,6 @@ mod tests {
         let mut params = params_of(&[(129, 128), (0, 128), (128, 513)]);
         assert_eq!(place(&mut params, 0)?, 7);
         assert_eq!(params.first[..3], [0, 2, 2]);
-        Ok(())
-    }
-
-    #[test]
-    fn tiles_come_behind_the_chunks_of_all_tensors_that_fit_together() -> Result<()> {
-        // Two of 6 MiB share a round; one of 24 MiB has a round of its own.
-        let mut params = params_of(&[(1536, 2048), (1536, 2048), (6144, 2048), (0, 512)]);
-        let chunks = [96, 96, 384, 1];
-        let tiles = [192, 192, 768, 1];
-        assert_eq!(number(&mut params, 2)?, chunks.iter().chain(&tiles).sum::<u32>());
-        assert_eq!(params.first[..4], [0, 96, 576, 1728]);
-        let first_tiles: Vec<u32> = params.entry[..4].iter().map(|entry| entry.first_tile).collect();
-        assert_eq!(first_tiles, [192, 384, 960, 1729]);
         Ok(())
     }
 }

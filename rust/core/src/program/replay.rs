@@ -98,9 +98,11 @@ impl Replay {
         if let Some(index) = state.graphs.iter().rposition(|entry| entry.seen.is(stream.0, call)) {
             state.launches = state.launches.saturating_add(1);
             let entry = &state.graphs[index];
-            entry.graph.launch(stream)?;
-            target.trace.counters.add(&entry.counters);
-            return Ok(());
+            if entry.graph.launch(queue)? {
+                target.trace.counters.add(&entry.counters);
+                return Ok(());
+            }
+            state.graphs.remove(index);
         }
         let Some(index) = state.seen.iter().position(|seen| seen.is(stream.0, call)) else {
             state.note(stream.0, call);
@@ -118,7 +120,9 @@ impl Replay {
             return run(target, call);
         };
         let counters = target.trace.counters.since(&before);
-        graph.launch(stream)?;
+        if let Backend::Cuda(queue) = &target.backend {
+            graph.launch(queue)?;
+        }
         GRAPHS.fetch_add(1, Ordering::Relaxed);
         state.graphs.push(Entry { seen, graph, counters });
         Ok(())

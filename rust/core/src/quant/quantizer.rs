@@ -20,9 +20,9 @@ use crate::runtime::lane::{COUNTER_BYTES, aligned};
 const OP: &str = "quantize";
 /// Bytes of a tensor's scale, padded so that the next buffer stays aligned.
 const SCALE_BYTES: usize = 16;
-/// Largest tensor that current scaling reads and casts by one launch: what the cast reads again is still in L2. Of larger
-/// ones, two launches are faster.
-const AT_ONCE_BYTES: usize = 32 << 20;
+/// Largest tensor that current scaling reads and casts by one launch: blocks keep most of it, and L2 has the rest. Of
+/// larger ones, two launches are faster.
+const AT_ONCE_BYTES: usize = 64 << 20;
 /// Current scaling alone uses the first counters.
 const AMAX_COUNTERS: usize = 256;
 
@@ -178,7 +178,7 @@ impl QuantPlan {
             Scaling::Current => {
                 let Quantization { power_2_scale: pow2, amax_epsilon: eps, .. } = spec.quantization;
                 let rule = ScaleRule { output: spec.output, eps, pow2 };
-                let at_once = CastCurrentPlan::new(spec.rows, spec.cols, spec.input, rule, spec.processors);
+                let at_once = CastCurrentPlan::new(spec.rows, spec.cols, spec.input, rule);
                 let fits = spec.rows * spec.cols * spec.input.size() <= AT_ONCE_BYTES;
                 if let Some(at_once) = at_once.ok().filter(|_| fits && !spec.dbias) {
                     Steps::Current(at_once, cast(false)?)

@@ -18,8 +18,8 @@ use crate::launch::target::{Backend, Target};
 use crate::launch::trace::Trace;
 use crate::recipe::autocast::AutocastState;
 use crate::runtime::lane::{
-    CLUSTERS_FROM, COUNTER_BYTES, External, FIXED_BYTES, Lane, Limits, Memory, OWN_SCRATCH_LIMIT, Place, Workspace,
-    ZEROED_BYTES, aligned,
+    CAPTURED_ZEROED_BYTES, CLUSTERS_FROM, COUNTER_BYTES, External, Lane, Limits, Memory, OWN_SCRATCH_LIMIT, Place,
+    Workspace, ZEROED_BYTES, aligned,
 };
 
 /// Private memory of a stream grows by at least this much, so that it does not grow often.
@@ -202,7 +202,7 @@ impl Dispatcher {
     #[inline]
     pub fn external_bytes(place: Place, scratch: usize) -> Result<External> {
         if matches!(place.device, Device::Cuda(_)) && is_capturing(place.stream)? {
-            return Ok(External::Everything(aligned(FIXED_BYTES) + scratch));
+            return Ok(External::Everything(aligned(WORKSPACE_BYTES + CAPTURED_ZEROED_BYTES) + scratch));
         }
         Ok(if scratch > OWN_SCRATCH_LIMIT { External::Scratch(scratch) } else { External::None })
     }
@@ -296,10 +296,10 @@ impl Dispatcher {
             Memory::Own => None,
             Memory::Scratch(scratch) => Some(scratch),
             Memory::Everything(memory) => {
-                let scratch = memory.offset(aligned(FIXED_BYTES));
+                let scratch = memory.offset(aligned(WORKSPACE_BYTES + CAPTURED_ZEROED_BYTES));
                 let workspace = Workspace { gemm: memory, counters: memory.offset(WORKSPACE_BYTES), scratch };
                 queue.zeroed = Some(captured.insert(zeroed_in(memory)));
-                return captured_lane(queue, trace, workspace, ZEROED_BYTES);
+                return captured_lane(queue, trace, workspace, CAPTURED_ZEROED_BYTES);
             }
             Memory::Counted { memory, counters } => {
                 let scratch = memory.offset(aligned(counters));
@@ -361,7 +361,7 @@ fn captured_lane<'d>(
 
 #[cold]
 fn open_stream(streams: &mut Vec<StreamState>, queue: &CudaQueue<'_>, trace: &mut Trace) -> Result<usize> {
-    let fixed = DeviceBuffer::allocate(FIXED_BYTES)?;
+    let fixed = DeviceBuffer::allocate(WORKSPACE_BYTES + ZEROED_BYTES)?;
     trace.counters.allocations += 1;
     queue.zero(fixed.ptr().offset(WORKSPACE_BYTES), ZEROED_BYTES)?;
     let zeroed = zeroed_in(fixed.ptr());
@@ -369,7 +369,7 @@ fn open_stream(streams: &mut Vec<StreamState>, queue: &CudaQueue<'_>, trace: &mu
     Ok(streams.len() - 1)
 }
 
-/// The counters of learned launches in memory of [`FIXED_BYTES`].
+/// The counters of learned launches, behind the workspace and the other counters.
 fn zeroed_in(fixed: DevPtr<'_>) -> ZeroedCounters {
     ZeroedCounters::new(fixed.offset(WORKSPACE_BYTES + COUNTER_BYTES))
 }

@@ -4,7 +4,6 @@ use crate::base::dtype::Device;
 use crate::base::pointer::DevPtr;
 use crate::cuda::device::Stream;
 use crate::cuda::zeroed::ZeroedCounters;
-use crate::gemm::problem::WORKSPACE_BYTES;
 use crate::launch::target::Target;
 
 /// Self-resetting counters of reductions that end in the launch that began them: zero between launches.
@@ -13,12 +12,12 @@ pub const COUNTER_BYTES: usize = 64 << 10;
 /// Offset of the counters with which a kernel that has other counters also finds a maximum.
 pub const MEASURE_COUNTERS_AT: usize = COUNTER_BYTES - 256;
 
-/// Memory of a stream, or of a call under capture, besides its scratch: cuBLASLt's workspace, the counters, and those that
+/// Memory of a stream besides its scratch that is zeroed once, behind cuBLASLt's workspace: the counters, and those that
 /// learned launches take.
-pub(crate) const FIXED_BYTES: usize = WORKSPACE_BYTES + ZEROED_BYTES;
-
-/// The part of it that is zeroed once: the counters, from [`WORKSPACE_BYTES`] on, then [`ZeroedCounters`].
 pub(crate) const ZEROED_BYTES: usize = COUNTER_BYTES + ZeroedCounters::BYTES;
+
+/// The same of a call under capture, which zeroes it.
+pub(crate) const CAPTURED_ZEROED_BYTES: usize = COUNTER_BYTES + ZeroedCounters::BYTES_WITHOUT_GRAPHS;
 
 /// Scratch above this size comes from torch's allocator, so that others can use the memory between calls.
 pub const OWN_SCRATCH_LIMIT: usize = 32 << 20;
