@@ -154,47 +154,55 @@ struct Tensor {
         : b(of_entry(entry, rule.eps, rule.pow2)), tiles(max(b.tiles_rows * b.tiles_cols, 1u)) {}
 };
 
-template <Floating Stored, Floating In, Fp8 Out, Read kRead>
-struct Caster {
-    BlockShared<In>& shared;
-
-    __device__ static bool takes_vectors(const CastBlockParams& b) {
-        return rows_are_vectors<Stored>(static_cast<const Stored*>(b.x), b.out, b.cols);
-    }
-    __device__ static void load(const CastBlockParams& b, uint32_t number, Raw8<In> (&raw)[kPatch]) {
-        const PatchPlace<false> patch(place_of(b, number), {b.cols, 0});
-        takes_vectors(b) ? load_patch_as<true, Stored>(b, patch, raw) : load_patch_as<false, Stored>(b, patch, raw);
-    }
-    // Before it, all threads must have passed a barrier since the last cast.
-    __device__ void cast(const CastBlockParams& b, uint32_t number, const Raw8<In> (&raw)[kPatch], float scale) const {
-        const TilePlace place = place_of(b, number);
-        const PatchPlace<false> patch(place, {b.cols, 0});
-        if (number == 0 && threadIdx.x == 0 && b.scale_inv != nullptr) *b.scale_inv = __frcp_rn(scale);
-        takes_vectors(b) ? cast_tile<true, In, Out, kRead>(b, place, patch, raw, scale, nullptr, shared)
-                         : cast_tile<false, In, Out, kRead>(b, place, patch, raw, scale, nullptr, shared);
-    }
+// A slot's tile.
+struct Kept {
+    uint32_t tensor, tile;
 };
 
+// A block: its slots, and where it is among the tensors.
 template <Floating Stored, Floating In, Fp8 Out, Read kRead>
-__device__ void cast_tensors(const ManyEntry* entry, uint32_t entries, const ScaleRule& rule, uint32_t slots,
-                             CurrentWorkspace* workspace) {
-    struct Kept {
-        uint32_t tensor, tile;
-    };
-    __shared__ Kept kept[kCurrentSlots];
-    __shared__ BlockShared<In> shared;
-    const Caster<Stored, In, Out, kRead> caster{shared};
+struct Caster {
+    const ManyEntry* entry;
+    uint32_t entries;
+    ScaleRule rule;
+    uint32_t slots;
+    CurrentWorkspace* workspace;
+    BlockShared<In>& shared;
+    Kept* kept;
     uint32_t oldest = 0, count = 0;  // of the slots
     uint32_t reading = 0;            // the tensor whose tiles are read
     Ticket ticket;
     bool has_ticket = false, keep = false;
-    for (uint32_t casting = 0; casting < entries; ++casting) {
-        while (reading < entries && (reading == casting || count < slots)) {
+
+    __device__ static bool takes_vectors(const CastBlockParams& b) {
+        return rows_are_vectors<Stored>(static_cast<const Stored*>(b.x), b.out, b.cols);
+    }
+    __device__ static void load(const CastBlockParams& b, uint32_t tile, Raw8<In> (&raw)[kPatch]) {
+        const PatchPlace<false> patch(place_of(b, tile), {b.cols, 0});
+        takes_vectors(b) ? load_patch_as<true, Stored>(b, patch, raw) : load_patch_as<false, Stored>(b, patch, raw);
+    }
+    // Before it, all threads must have passed a barrier since the last cast.
+    __device__ void cast(const CastBlockParams& b, uint32_t tile, const Raw8<In> (&raw)[kPatch], float scale) const {
+        const TilePlace place = place_of(b, tile);
+        const PatchPlace<false> patch(place, {b.cols, 0});
+        if (tile == 0 && threadIdx.x == 0 && b.scale_inv != nullptr) *b.scale_inv = __frcp_rn(scale);
+        takes_vectors(b) ? cast_tile<true, In, Out, kRead>(b, place, patch, raw, scale, nullptr, shared)
+                         : cast_tile<false, In, Out, kRead>(b, place, patch, raw, scale, nullptr, shared);
+    }
+
+    // Whether to read on before `casting` is cast: until it has been read, then as long as a slot is free.
+    __device__ bool reads_on(uint32_t casting) const {
+        return reading < entries && (reading == casting || count < slots);
+    }
+    __device__ void take(uint32_t tensor) {
+        keep = count < slots;
+        ticket.read_next(workspace[tensor], keep);
+        has_ticket = true;
+    }
+    __device__ void read(uint32_t casting) {
+        while (reads_on(casting)) {
             const Tensor tensor(entry[reading], rule);
-            if (!has_ticket) {
-                keep = count < slots;
-                ticket.read_next(workspace[reading], keep);
-            }
+            if (!has_ticket) take(reading);
             const uint32_t tile = ask_one([&] { return ticket.tile_to_read(tensor.tiles, keep); });
             has_ticket = false;
             if (tile == kNone) {
@@ -202,20 +210,19 @@ __device__ void cast_tensors(const ManyEntry* entry, uint32_t entries, const Sca
                 continue;
             }
             Raw8<In> raw[kPatch];
-            caster.load(tensor.b, tile, raw);
+            load(tensor.b, tile, raw);
             const bool keep_this = keep;
             const uint32_t slot = (oldest + count) % slots;
             if (keep_this) ++count;
-            if (reading == casting || count < slots) {
-                keep = count < slots;
-                ticket.read_next(workspace[reading], keep);
-                has_ticket = true;
-            }
+            if (reads_on(casting)) take(reading);
             raise_amax<In>(workspace[reading], raw, keep_this, shared.warp_max);
             if (!keep_this) continue;
             keep_patch<In>(slot, raw);
             if (threadIdx.x == 0) kept[slot] = {reading, tile};
         }
+    }
+
+    __device__ void cast_all(uint32_t casting) {
         const Tensor tensor(entry[casting], rule);
         const auto [scale, again] = wait_for(workspace[casting], tensor.tiles, rule);
         Ticket other;
@@ -223,17 +230,29 @@ __device__ void cast_tensors(const ManyEntry* entry, uint32_t entries, const Sca
         for (; count > 0 && kept[oldest].tensor == casting; --count, oldest = (oldest + 1) % slots) {
             Raw8<In> raw[kPatch];
             kept_patch<In>(oldest, raw);
-            caster.cast(tensor.b, kept[oldest].tile, raw, scale);
+            cast(tensor.b, kept[oldest].tile, raw, scale);
             __syncthreads();
         }
         for (;;) {
             const uint32_t tile = ask_one([&, again = again] { return other.tile_to_cast(tensor.tiles, again); });
             if (tile == kNone) break;
             Raw8<In> raw[kPatch];
-            caster.load(tensor.b, tile, raw);
+            load(tensor.b, tile, raw);
             other.cast_next(workspace[casting], again);
-            caster.cast(tensor.b, tile, raw, scale);
+            cast(tensor.b, tile, raw, scale);
         }
+    }
+};
+
+template <Floating Stored, Floating In, Fp8 Out, Read kRead>
+__device__ void cast_tensors(const ManyEntry* entry, uint32_t entries, const ScaleRule& rule, uint32_t slots,
+                             CurrentWorkspace* workspace) {
+    __shared__ Kept kept[kCurrentSlots];
+    __shared__ BlockShared<In> shared;
+    Caster<Stored, In, Out, kRead> caster{entry, entries, rule, slots, workspace, shared, kept};
+    for (uint32_t casting = 0; casting < entries; ++casting) {
+        caster.read(casting);
+        caster.cast_all(casting);
     }
     // The last block leaves the workspaces as they were.
     if (ask_one([&] { return uint32_t{atomicInc(&workspace->left, gridDim.x - 1) == gridDim.x - 1}; }) == 0) return;
