@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,7 +20,7 @@ from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 
 import te_fast.pytorch as te
-from _harness import RECIPES, attempt, peer, queued, show
+from _harness import RECIPES, attempt, peer, show
 
 if TYPE_CHECKING:
     import argparse
@@ -36,8 +35,6 @@ SIZES = {"tokens": 4096, "hidden": 7168, "ffn": 2048, "experts": 32, "topk": 8}
 #: casts of weights are left out. Weight gradients are counted as added to float32 `main_grad`; those of the bench are
 #: BF16, which would lower the floor of backward by 0.03 ms.
 FLOORS = {"forward": 2.57, "backward": 5.42, "forward + backward": 7.99}
-#: Rate in BF16 of the card for which the floors were computed, and sides of the product that has this rate.
-DENSE_TFLOPS, DENSE_SIZE = 788.0, 8192
 #: Of the block under block scaling: its time over the floors. Of all recipes: the share of time outside the products.
 BAR_FLOORS, BAR_SHARE = 1.20, 0.30
 #: Parts of the names of kernels: grouped products (cuda/gemm), and the pause before a step.
@@ -151,7 +148,7 @@ def ready(tensors: Iterable[torch.Tensor]) -> None:
     """Clear gradients, and let the GPU pause, so that the host gets ahead."""
     for tensor in tensors:
         tensor.grad = None
-    torch.cuda._sleep(2_000_000)
+    torch.cuda._sleep(20_000_000)
 
 
 def events(
@@ -274,28 +271,17 @@ def own_times(
     return result
 
 
-def dense_tflops(device: torch.device) -> float:
-    """Return the card's TFLOP/s in BF16 in a dense product of random matrices."""
-    size = DENSE_SIZE
-    a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
-    out = torch.empty_like(a)
-    microseconds = queued(lambda: torch.mm(a, b, out=out), nullcontext, 20)
-    return 2e-6 * size**3 / microseconds
-
-
-def over_floors(times: dict[str, float], tflops: float) -> dict[str, dict[str, float]]:
-    """Return times over their floors, as these are and at the rate of a card with so many TFLOP/s."""
-    result = {}
-    for part, floor in FLOORS.items():
-        ratio = times[part] / floor
-        result[part] = {
+def over_floors(times: dict[str, float]) -> dict[str, dict[str, float]]:
+    """Return times over their floors."""
+    return {
+        part: {
             "ms": round(times[part], 3),
             "floor_ms": floor,
-            "ratio": round(ratio, 3),
-            "ratio_at_rate_of_card": round(ratio * tflops / DENSE_TFLOPS, 3),
+            "ratio": round(times[part] / floor, 3),
             "bar": BAR_FLOORS,
         }
-    return result
+        for part, floor in FLOORS.items()
+    }
 
 
 class Share(NamedTuple):
@@ -383,24 +369,23 @@ def report_times(times: dict[str, Times]) -> dict[str, object]:
     }
 
 
-def report_floors(times: dict[str, float], tflops: float) -> dict[str, object]:
+def report_floors(times: dict[str, float]) -> dict[str, object]:
     """Print and return the times under block scaling, with kept weights, over their floors."""
-    ratios = over_floors(times, tflops)
+    ratios = over_floors(times)
     show(
-        f"GPU time of the block over floors: block scaling, weights not quantised in the step; dense product in BF16: "
-        f"{tflops:.0f} TFLOP/s, of the floors' card: {DENSE_TFLOPS:.0f}",
-        ["", "ms", "floor, ms", "ratio", "ratio at this card's rate", "bar"],
+        "GPU time of the block over floors: block scaling, weights not quantised in the step",
+        ["", "ms", "floor, ms", "ratio", "bar"],
         [
             [
                 part,
                 *(f"{found[key]:.3f}" for key in ("ms", "floor_ms")),
-                *(f"{found[key]:.2f}" for key in ("ratio", "ratio_at_rate_of_card", "bar")),
+                *(f"{found[key]:.2f}" for key in ("ratio", "bar")),
             ]
             for part, found in ratios.items()
         ],
     )
     named = {f"{part}, weights not quantised": found for part, found in ratios.items()}
-    return {"gpu_over_floors": named, "gpu_dense_tflops": {"bf16": round(tflops, 1)}}
+    return {"gpu_over_floors": named}
 
 
 def report_shares(found: dict[str, Share]) -> dict[str, object]:
@@ -462,5 +447,5 @@ def measure(arguments: argparse.Namespace, failures: dict[str, str]) -> dict[str
     times = own_times(blocks, x, gradient, arguments.rounds)
     figures |= report_times(times)
     if all(getattr(arguments, name) == size for name, size in SIZES.items()):
-        figures |= report_floors(times["block"].kept, dense_tflops(arguments.device))
+        figures |= report_floors(times["block"].kept)
     return figures | report_shares(shares(blocks, x, gradient, failures))

@@ -16,14 +16,12 @@
 // A block waits only for tiles that running blocks have taken: a grid of any size ends, on a device with any other
 // load.
 //
-// Launch: blocks of 256 threads, no more than there are tiles, with `slots` slots of dynamic shared memory each. More
-//         blocks than run at once would find nothing left to keep.
+// Launch: blocks of 256 threads, no more than there are tiles or run at once, with `slots` slots of dynamic shared memory
+//         each.
 // Needs:  contiguous x, any rows, cols and alignment of x and out; out_t [cols, rows rounded up to 16] 16-byte aligned;
 //         workspace zeroed once at allocation, it is zero again after each launch; one launch at a time may use it.
 //         cast_current_many streams its stores: few of the tensors are read soon.
-// Moves:  sizeof(In) bytes per element, as many again of the tiles that no block keeps, and 1 byte per element and
-// layout
-//         written.
+// Moves:  sizeof(In) bytes per element, as many again of the tiles that no block keeps; 1 byte per element and layout.
 
 #include "common/measure.cuh"
 #include "quantize/many.cuh"

@@ -25,6 +25,8 @@ from te_fast.tensor.quantizer import update_many
 
 pytestmark = pytest.mark.gpu
 LARGE = [(1000, 1024), (4096, 520), (7, 8192), (129, 8), (2048, 2048)]
+#: More tiles than the blocks of a launch keep, of several tensors.
+MORE_THAN_KEPT = [(2048, 4096), (7, 33), (2048, 4096), (1000, 8192), (2048, 4096)]
 
 
 def guarded_tensors(kind, shapes, fmt, dtype):
@@ -64,6 +66,18 @@ def test_bytes_scales_and_maxima(kind, dtype, fmt, shapes):
         assert written(tensors, values) == LAUNCHES[kind]
         for tensor, x in zip(tensors, values, strict=True):
             check(tensor, x, kind, fmt)
+    for guard in guards:
+        guard.check()
+
+
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+def test_tensors_of_which_blocks_keep_a_part(fmt):
+    tensors, guards = guarded_tensors("current", MORE_THAN_KEPT, fmt, torch.bfloat16)
+    for seed in range(2):
+        values = values_of(MORE_THAN_KEPT, torch.bfloat16, "cuda", seed=seed)
+        assert written(tensors, values) == LAUNCHES["current"]
+        for tensor, x in zip(tensors, values, strict=True):
+            check(tensor, x, "current", fmt)
     for guard in guards:
         guard.check()
 

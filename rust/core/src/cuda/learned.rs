@@ -44,8 +44,8 @@ const BUFFER_SIZE: usize = 2;
 pub(crate) struct Learned<const N: usize> {
     calls: &'static Functions,
     steps: Vec<(Step, Vec<Rule>)>,
-    /// The address of a counter that the first step zeroes, and nothing else, if the other steps may have any other
-    /// zeroed counter in its place.
+    /// The number of the workspace's address, if the workspace is a counter that the first step zeroes. Then the other
+    /// steps may have any zeroed counter in its place.
     counter: Option<usize>,
 }
 

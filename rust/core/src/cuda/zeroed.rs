@@ -27,7 +27,7 @@ pub struct ZeroedCounters {
     /// Bytes that are used.
     used: usize,
     graphs: Arc<GraphsZone>,
-    /// Counters of the graph under capture.
+    /// Counters of the graph under capture. Inside of a user's graph none is captured.
     taken: Option<Vec<u32>>,
 }
 
@@ -95,7 +95,8 @@ impl ZeroedCounters {
         GraphCounters { zone, taken: self.taken.take().unwrap_or_default(), epoch }
     }
 
-    /// Zeroes a graph's counters, if it has used them since. False for a graph whose counters were in other memory.
+    /// Zeroes the counters of all graphs, if this graph has run since they were last zeroed. False for a graph whose counters
+    /// were in other memory.
     ///
     /// # Errors
     /// The driver's refusal of the launch.
@@ -104,15 +105,7 @@ impl ZeroedCounters {
         if !Arc::ptr_eq(&self.graphs, &graph.zone) {
             return Ok(false);
         }
-        let zone = &*self.graphs;
-        let mut epoch = zone.epoch.load(Ordering::Relaxed);
-        if graph.epoch.load(Ordering::Relaxed) == epoch {
-            fill_with_zero(stream, zone.address, GRAPHS_ZONE)?;
-            epoch += 1;
-            zone.epoch.store(epoch, Ordering::Relaxed);
-        }
-        graph.epoch.store(epoch, Ordering::Relaxed);
-        Ok(true)
+        graph.begin(|| fill_with_zero(stream, self.graphs.address, GRAPHS_ZONE)).map(|()| true)
     }
 }
 
@@ -129,6 +122,19 @@ impl GraphsZone {
 }
 
 impl GraphCounters {
+    /// Before a launch: `zero` zeroes the counters of all graphs if this graph has run since they were last zeroed.
+    #[inline]
+    fn begin(&self, zero: impl FnOnce() -> Result<()>) -> Result<()> {
+        let mut epoch = self.zone.epoch.load(Ordering::Relaxed);
+        if self.epoch.load(Ordering::Relaxed) == epoch {
+            zero()?;
+            epoch += 1;
+            self.zone.epoch.store(epoch, Ordering::Relaxed);
+        }
+        self.epoch.store(epoch, Ordering::Relaxed);
+        Ok(())
+    }
+
     /// Whether the graph has none.
     pub(crate) fn is_empty(&self) -> bool {
         self.taken.is_empty()
@@ -181,6 +187,49 @@ mod tests {
         let again = counters.take(stream)?;
         assert!(one.contains(&again) && again != two);
         drop(second);
+        Ok(())
+    }
+
+    /// Whether counters are zeroed before each of these launches.
+    fn zeroed_before(launches: &[&GraphCounters]) -> Result<Vec<bool>> {
+        let begun = launches.iter().map(|graph| {
+            let mut zeroed = false;
+            graph.begin(|| {
+                zeroed = true;
+                Ok(())
+            })?;
+            Ok(zeroed)
+        });
+        begun.collect()
+    }
+
+    #[test]
+    fn counters_are_zeroed_once_a_round_of_all_graphs() -> Result<()> {
+        let mut memory = vec![0_u64; ZeroedCounters::BYTES / 8];
+        let mut counters = counters(&mut memory);
+        let mut graph = || -> Result<GraphCounters> {
+            counters.begin_graph();
+            counters.take(Stream::DEFAULT)?;
+            Ok(counters.end_graph())
+        };
+        let (one, two) = (graph()?, graph()?);
+        // A new graph may have a counter that a former graph has used. Later launches zero it for both.
+        assert_eq!(zeroed_before(&[&one, &two, &one, &two, &one, &one])?, [true, false, true, false, true, true]);
+        drop(one);
+        let three = graph()?;
+        assert_eq!(zeroed_before(&[&three, &two])?, [true, false]);
+        Ok(())
+    }
+
+    #[test]
+    fn counters_that_could_not_be_zeroed_are_zeroed_by_the_next_launch() -> Result<()> {
+        let mut memory = vec![0_u64; ZeroedCounters::BYTES / 8];
+        let mut counters = counters(&mut memory);
+        counters.begin_graph();
+        counters.take(Stream::DEFAULT)?;
+        let graph = counters.end_graph();
+        assert!(graph.begin(|| Err(crate::base::error::Error::state("graph", "refused"))).is_err());
+        assert_eq!(zeroed_before(&[&graph, &graph])?, [true, true]);
         Ok(())
     }
 

@@ -6,6 +6,7 @@ use te_fast_kernels::{Float, KernelId};
 
 use crate::base::error::{Error, Result};
 use crate::base::pointer::DevPtr;
+use crate::cuda::device::DeviceFacts;
 use crate::host;
 use crate::launch::grid::Grid;
 use crate::launch::target::{Backend, Target, launch};
@@ -102,7 +103,7 @@ impl CastCurrentPlan {
         if !target.is_host() {
             aligned(OP, "the transposed output", b.out_t)?;
         }
-        let blocks = Blocks::of(target, self.tiles, self.input.size());
+        let blocks = Blocks::of(target, self.tiles, self.input.size(), resident_of_one);
         let params = CastCurrentParams {
             workspace: b.workspace,
             noop: b.noop,
@@ -132,6 +133,20 @@ pub(crate) fn check_tiles(op: &'static str, tiles: u64) -> Result<()> {
     Err(Error::shape(op, "the number of tiles of 128 x 128", "below 2**31", tiles))
 }
 
+/// Blocks of `cast_current` that have registers on a multiprocessor: `kBlocks` of `quantize/block.cuh`.
+fn resident_of_one((major, minor): (u32, u32), element_bytes: usize) -> usize {
+    match (element_bytes, major, minor) {
+        (4.., ..) | (_, ..8, _) | (_, 8, ..9) => 2,
+        (_, 9, _) => 4,
+        _ => 3,
+    }
+}
+
+/// The same of `cast_current_many`.
+pub(crate) fn resident_of_many(_: (u32, u32), _: usize) -> usize {
+    2
+}
+
 /// The blocks of a launch, and the tiles that each of them keeps.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Blocks {
@@ -140,23 +155,30 @@ pub(crate) struct Blocks {
 }
 
 impl Blocks {
-    /// For so many tiles, kept as elements of `element_bytes`.
+    /// For so many tiles, kept as elements of `element_bytes`; `resident` blocks of the kernel have registers on a
+    /// multiprocessor of a compute capability.
     #[inline]
-    pub(crate) fn of(target: &Target<'_>, tiles: u64, element_bytes: usize) -> Self {
-        let (multiprocessors, shared_bytes) = match &target.backend {
+    pub(crate) fn of(
+        target: &Target<'_>,
+        tiles: u64,
+        element_bytes: usize,
+        resident: fn((u32, u32), usize) -> usize,
+    ) -> Self {
+        match &target.backend {
             Backend::Cuda(queue) => {
-                let facts = queue.device.facts();
-                (facts.multiprocessors, facts.shared_bytes as usize)
+                let &DeviceFacts { capability, multiprocessors, shared_bytes, .. } = queue.device.facts();
+                let most = resident(capability, element_bytes);
+                Self::on((multiprocessors, most), shared_bytes as usize, tiles, element_bytes)
             }
-            Backend::Host => (1, 0),
-        };
-        Self::on(multiprocessors, shared_bytes, tiles, element_bytes)
+            Backend::Host => Self::on((1, 1), 0, tiles, element_bytes),
+        }
     }
 
-    /// Of a device: one slot if all tiles then find one, else as many as leave room for [`BLOCKS_AT_LEAST`].
-    fn on(multiprocessors: u32, shared_bytes: usize, tiles: u64, element_bytes: usize) -> Self {
+    /// Of a device: one slot if as many blocks as there are tiles run at once, else as many slots as leave room for
+    /// [`BLOCKS_AT_LEAST`].
+    fn on((multiprocessors, most): (u32, usize), shared_bytes: usize, tiles: u64, element_bytes: usize) -> Self {
         let (slot, memory) = (TILE * TILE * element_bytes, shared_bytes + RESERVED_BYTES);
-        let blocks = |slots: usize| multiprocessors as usize * (memory / (BLOCK_BYTES + slots * slot)).max(1);
+        let blocks = |slots: usize| multiprocessors as usize * (memory / (BLOCK_BYTES + slots * slot)).clamp(1, most);
         let one = blocks(1);
         let slots = if tiles <= one as u64 {
             1
@@ -177,7 +199,8 @@ mod tests {
 
     /// Tiles, slots, blocks on an H100.
     fn on_hopper(tiles: u64, element_bytes: usize) -> (u32, u32) {
-        let Blocks { grid, slots } = Blocks::on(132, 227 << 10, tiles, element_bytes);
+        let Blocks { grid, slots } =
+            Blocks::on((132, resident_of_one((9, 0), element_bytes)), 227 << 10, tiles, element_bytes);
         assert_eq!(grid.shared_bytes as usize, slots as usize * TILE * TILE * element_bytes);
         (slots, grid.blocks[0])
     }
@@ -192,11 +215,23 @@ mod tests {
     }
 
     #[test]
+    fn blocks_that_have_no_registers_are_not_counted_on() {
+        let many = |tiles| {
+            let Blocks { grid, slots } = Blocks::on((132, resident_of_many((9, 0), 2)), 227 << 10, tiles, 2);
+            (slots, grid.blocks[0])
+        };
+        assert_eq!([many(264), many(265), many(528)], [(1, 264), (3, 264), (3, 264)]);
+        let residents = [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)].map(|capability| resident_of_one(capability, 2));
+        assert_eq!(residents, [2, 3, 4, 3, 3]);
+        assert_eq!(resident_of_one((9, 0), 4), 2);
+    }
+
+    #[test]
     fn slots_fit_where_shared_memory_is_small() {
         for shared_bytes in [99 << 10, 163 << 10, 227 << 10] {
             for element_bytes in [2, 4] {
                 for tiles in [1, 100, 10_000] {
-                    let Blocks { grid, slots } = Blocks::on(100, shared_bytes, tiles, element_bytes);
+                    let Blocks { grid, slots } = Blocks::on((100, 4), shared_bytes, tiles, element_bytes);
                     assert!(slots >= 1 && grid.shared_bytes as usize + BLOCK_BYTES <= shared_bytes + RESERVED_BYTES);
                 }
             }

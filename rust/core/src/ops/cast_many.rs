@@ -14,7 +14,7 @@ use crate::launch::grid::Grid;
 use crate::launch::target::{Target, launch};
 use crate::ops::amax::{ScaleRule, check_eps};
 use crate::ops::cast::{aligned, check_columns, tiles};
-use crate::ops::cast_current::{Blocks, check_tiles};
+use crate::ops::cast_current::{Blocks, check_tiles, resident_of_many};
 use crate::params;
 
 const OP: &str = "cast_many";
@@ -237,7 +237,7 @@ impl CastManyPlan {
         let grid = match self.scales {
             ManyScales::Current(_) => {
                 let tiles = params.entry[..casts.len()].iter().map(|entry| tiles_of(entry, least)).sum();
-                let blocks = Blocks::of(target, tiles, input.element_bytes());
+                let blocks = Blocks::of(target, tiles, input.element_bytes(), resident_of_many);
                 params.slots = blocks.slots;
                 blocks.grid
             }

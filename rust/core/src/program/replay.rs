@@ -120,8 +120,9 @@ impl Replay {
             return run(target, call);
         };
         let counters = target.trace.counters.since(&before);
-        if let Backend::Cuda(queue) = &target.backend {
-            graph.launch(queue)?;
+        let Backend::Cuda(queue) = &target.backend else { return run(target, call) };
+        if !graph.launch(queue)? {
+            return run(target, call);
         }
         GRAPHS.fetch_add(1, Ordering::Relaxed);
         state.graphs.push(Entry { seen, graph, counters });
