@@ -13,11 +13,9 @@
 // in shared memory. Then it takes tiles that no block keeps: those are read again for the cast, the latest ones first,
 // since L2 has them. While other blocks read a tensor's last tiles, a block with a free slot reads the next tensor's.
 //
-// A block waits only for tiles that running blocks have taken: a grid of any size ends, on a device with any other
-// load.
+// A block waits only for tiles that running blocks have taken: a grid of any size ends, under any other load.
 //
-// Launch: blocks of 256 threads, no more than there are tiles or run at once, with `slots` slots of dynamic shared memory
-//         each.
+// Launch: blocks of 256 threads, no more than there are tiles or run at once; `slots` slots of dynamic shared memory.
 // Needs:  contiguous x, any rows, cols and alignment of x and out; out_t [cols, rows rounded up to 16] 16-byte aligned;
 //         workspace zeroed once at allocation, it is zero again after each launch; one launch at a time may use it.
 //         cast_current_many streams its stores: few of the tensors are read soon.
