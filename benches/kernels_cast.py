@@ -1,6 +1,7 @@
 """GPU time of the cast kernels over their byte floor at the copy rate of the same run.
 
 Run ``python benches/kernels_cast.py [out.json]`` on a machine with a GPU; ``_kernels.py`` says how it measures.
+"current" is a maximum and a cast, "current_dispatched" what the dispatcher makes of them: one launch up to 64 MiB.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 
 from _kernels import Case, Shape, measure
 from te_fast import dispatch
-from te_fast.common.recipe import DelayedScaling
+from te_fast.common.recipe import DelayedScaling, Float8CurrentScaling
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "gpu"))
 import cast_kernels as kernels
@@ -64,7 +65,7 @@ def launches(t: Tensors) -> dict[str, tuple[list[Callable[[], None]], float]]:
     # Blocks hand sums over strip by strip: with the dispatcher's strips, and with six strips, one wave of blocks.
     strip = kernels.ceil_div(kernels.ceil_div(ld_t, 128), 6)
     sums = kernels.cast_transpose(t.x, None, None, None, fmt, name=name, strip=strip, **dbias)
-    recipe = DelayedScaling()
+    recipe, current_recipe = DelayedScaling(), Float8CurrentScaling()
 
     def fused() -> None:
         dispatch.quantize(
@@ -91,6 +92,10 @@ def launches(t: Tensors) -> dict[str, tuple[list[Callable[[], None]], float]]:
         "dbias": ([sums], 2 * n),
         "amax": ([amax], 2 * n),
         "current": ([amax, backwards], 6 * n),
+        "current_dispatched": (
+            [lambda: dispatch.quantize(t.x, current_recipe, columnwise=True)],
+            4 * n,
+        ),
         "current_row": (
             [amax, kernels.cast(t.x, t.out, t.scale, fmt, name=name, reverse=True)],
             5 * n,

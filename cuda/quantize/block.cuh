@@ -34,14 +34,14 @@ static_assert(sizeof(CastBlockParams) == kCastBlockParamsBytes);
 
 // Blocks per multiprocessor that the registers are capped for: the most without a spill, architecture by architecture.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
-constexpr int kNarrowBlocks = 4;
+constexpr int kNarrowBlocks = kBlocksHopper;
 #elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
-constexpr int kNarrowBlocks = 2;  // conversion in software needs more
+constexpr int kNarrowBlocks = kBlocksEarly;  // conversion in software needs more
 #else
-constexpr int kNarrowBlocks = 3;
+constexpr int kNarrowBlocks = kBlocksElsewhere;
 #endif
 template <Floating In>
-constexpr int kBlocks = sizeof(In) == 4 ? 2 : kNarrowBlocks;
+constexpr int kBlocks = sizeof(In) == 4 ? kBlocksF32 : kNarrowBlocks;
 
 // 1 / scale of a power of two, as its biased exponent. Scales are 2^-120 to 2^127: the inverses 2^-127 to 2^120.
 __device__ inline uint8_t pack_inverse(float scale) {

@@ -28,8 +28,9 @@ namespace te_fast::quantize {
 
 // What the blocks exchange about a tensor.
 struct CurrentWorkspace {
-    unsigned long long
-        taken;  // tiles that blocks have taken: low word, to keep, from the first on; high word, from the last
+    // Tiles that blocks have taken: in the low word those to keep, from the first on; in the high word others, from the
+    // last on.
+    unsigned long long taken;
     float amax;
     unsigned read;   // tiles that have raised it
     unsigned again;  // of these, those that no block keeps
@@ -282,10 +283,11 @@ INSTANCE(cast_current_f16_e5m2, f16, e5m2)
 INSTANCE(cast_current_bf16_e4m3, bf16, e4m3)
 INSTANCE(cast_current_bf16_e5m2, bf16, e5m2)
 
-#define MANY_INSTANCE(symbol, stored, in, out)                                                                       \
-    extern "C" __global__ void __launch_bounds__(kTileThreads, 2) symbol(const __grid_constant__ CastManyParams p) { \
-        ptx::wait_for_prior_grids();                                                                                 \
-        cast_current_many<stored, in, out>(p);                                                                       \
+#define MANY_INSTANCE(symbol, stored, in, out)                                     \
+    extern "C" __global__ void __launch_bounds__(kTileThreads, kBlocksCurrentMany) \
+        symbol(const __grid_constant__ CastManyParams p) {                         \
+        ptx::wait_for_prior_grids();                                               \
+        cast_current_many<stored, in, out>(p);                                     \
     }
 
 MANY_INSTANCE(cast_current_many_f32_e4m3, f32, f32, e4m3)

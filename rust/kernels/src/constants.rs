@@ -78,6 +78,17 @@ constants! {
         CURRENT_WORKSPACE_BYTES: usize = 32;
         /// The most tiles that a block of it keeps.
         CURRENT_SLOTS: usize = 3;
+        /// Blocks of a multiprocessor that the registers of a cast of a tile are capped for, of 16-bit tensors: the most
+        /// without a spill, on a Hopper, before Ada, and elsewhere.
+        BLOCKS_HOPPER: u32 = 4;
+        /// See [`BLOCKS_HOPPER`].
+        BLOCKS_EARLY: u32 = 2;
+        /// See [`BLOCKS_HOPPER`].
+        BLOCKS_ELSEWHERE: u32 = 3;
+        /// The same of f32.
+        BLOCKS_F32: u32 = 2;
+        /// The same of a `cast_current_many`.
+        BLOCKS_CURRENT_MANY: u32 = 2;
         /// Size of `CastCurrentParams`.
         CAST_CURRENT_PARAMS_BYTES: usize = 96;
         /// Scales of 128 x 128 blocks are padded to a multiple of this.

@@ -1,6 +1,8 @@
 //! Current scaling of one tensor in one launch: its amax, the scale that follows, and the cast.
 
-use te_fast_kernels::constants::quantize::{self, CURRENT_SLOTS, CURRENT_WORKSPACE_BYTES};
+use te_fast_kernels::constants::quantize::{
+    self, BLOCKS_EARLY, BLOCKS_ELSEWHERE, BLOCKS_F32, BLOCKS_HOPPER, CURRENT_SLOTS, CURRENT_WORKSPACE_BYTES,
+};
 use te_fast_kernels::constants::tile::{TILE, TILE_THREADS};
 use te_fast_kernels::{Float, KernelId};
 
@@ -103,7 +105,7 @@ impl CastCurrentPlan {
         if !target.is_host() {
             aligned(OP, "the transposed output", b.out_t)?;
         }
-        let blocks = Blocks::of(target, self.tiles, self.input.size(), resident_of_one);
+        let blocks = Blocks::of(target, self.tiles, self.input.size(), u32::MAX);
         let params = CastCurrentParams {
             workspace: b.workspace,
             noop: b.noop,
@@ -133,18 +135,14 @@ pub(crate) fn check_tiles(op: &'static str, tiles: u64) -> Result<()> {
     Err(Error::shape(op, "the number of tiles of 128 x 128", "below 2**31", tiles))
 }
 
-/// Blocks of `cast_current` that have registers on a multiprocessor: `kBlocks` of `quantize/block.cuh`.
-fn resident_of_one((major, minor): (u32, u32), element_bytes: usize) -> usize {
+/// Blocks that have registers on a multiprocessor, as `quantize/block.cuh` caps them.
+fn blocks_by_registers((major, minor): (u32, u32), element_bytes: usize) -> u32 {
     match (element_bytes, major, minor) {
-        (4.., ..) | (_, ..8, _) | (_, 8, ..9) => 2,
-        (_, 9, _) => 4,
-        _ => 3,
+        (4.., ..) => BLOCKS_F32,
+        (_, 9, _) => BLOCKS_HOPPER,
+        (_, ..8, _) | (_, 8, ..9) => BLOCKS_EARLY,
+        _ => BLOCKS_ELSEWHERE,
     }
-}
-
-/// The same of `cast_current_many`.
-pub(crate) fn resident_of_many(_: (u32, u32), _: usize) -> usize {
-    2
 }
 
 /// The blocks of a launch, and the tiles that each of them keeps.
@@ -155,19 +153,13 @@ pub(crate) struct Blocks {
 }
 
 impl Blocks {
-    /// For so many tiles, kept as elements of `element_bytes`; `resident` blocks of the kernel have registers on a
-    /// multiprocessor of a compute capability.
+    /// For so many tiles, kept as elements of `element_bytes`, by a kernel that has `most` blocks on a multiprocessor.
     #[inline]
-    pub(crate) fn of(
-        target: &Target<'_>,
-        tiles: u64,
-        element_bytes: usize,
-        resident: fn((u32, u32), usize) -> usize,
-    ) -> Self {
+    pub(crate) fn of(target: &Target<'_>, tiles: u64, element_bytes: usize, most: u32) -> Self {
         match &target.backend {
             Backend::Cuda(queue) => {
                 let &DeviceFacts { capability, multiprocessors, shared_bytes, .. } = queue.device.facts();
-                let most = resident(capability, element_bytes);
+                let most = blocks_by_registers(capability, element_bytes).min(most);
                 Self::on((multiprocessors, most), shared_bytes as usize, tiles, element_bytes)
             }
             Backend::Host => Self::on((1, 1), 0, tiles, element_bytes),
@@ -176,9 +168,10 @@ impl Blocks {
 
     /// Of a device: one slot if as many blocks as there are tiles run at once, else as many slots as leave room for
     /// [`BLOCKS_AT_LEAST`].
-    fn on((multiprocessors, most): (u32, usize), shared_bytes: usize, tiles: u64, element_bytes: usize) -> Self {
+    fn on((multiprocessors, most): (u32, u32), shared_bytes: usize, tiles: u64, element_bytes: usize) -> Self {
         let (slot, memory) = (TILE * TILE * element_bytes, shared_bytes + RESERVED_BYTES);
-        let blocks = |slots: usize| multiprocessors as usize * (memory / (BLOCK_BYTES + slots * slot)).clamp(1, most);
+        let blocks =
+            |slots: usize| multiprocessors as usize * (memory / (BLOCK_BYTES + slots * slot)).clamp(1, most as usize);
         let one = blocks(1);
         let slots = if tiles <= one as u64 {
             1
@@ -194,13 +187,14 @@ impl Blocks {
 #[cfg(test)]
 mod tests {
     use te_fast_kernels::Fp8;
+    use te_fast_kernels::constants::quantize::BLOCKS_CURRENT_MANY;
 
     use super::*;
 
     /// Tiles, slots, blocks on an H100.
     fn on_hopper(tiles: u64, element_bytes: usize) -> (u32, u32) {
         let Blocks { grid, slots } =
-            Blocks::on((132, resident_of_one((9, 0), element_bytes)), 227 << 10, tiles, element_bytes);
+            Blocks::on((132, blocks_by_registers((9, 0), element_bytes)), 227 << 10, tiles, element_bytes);
         assert_eq!(grid.shared_bytes as usize, slots as usize * TILE * TILE * element_bytes);
         (slots, grid.blocks[0])
     }
@@ -217,13 +211,13 @@ mod tests {
     #[test]
     fn blocks_that_have_no_registers_are_not_counted_on() {
         let many = |tiles| {
-            let Blocks { grid, slots } = Blocks::on((132, resident_of_many((9, 0), 2)), 227 << 10, tiles, 2);
+            let Blocks { grid, slots } = Blocks::on((132, BLOCKS_CURRENT_MANY), 227 << 10, tiles, 2);
             (slots, grid.blocks[0])
         };
         assert_eq!([many(264), many(265), many(528)], [(1, 264), (3, 264), (3, 264)]);
-        let residents = [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)].map(|capability| resident_of_one(capability, 2));
+        let residents = [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)].map(|capability| blocks_by_registers(capability, 2));
         assert_eq!(residents, [2, 3, 4, 3, 3]);
-        assert_eq!(resident_of_one((9, 0), 4), 2);
+        assert_eq!(blocks_by_registers((9, 0), 4), 2);
     }
 
     #[test]

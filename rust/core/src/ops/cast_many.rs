@@ -3,7 +3,7 @@
 //! The tensors' addresses are kernel parameters, so that no table on the device has to be kept, and a captured launch
 //! has its own copy.
 
-use te_fast_kernels::constants::quantize::{self, CURRENT_WORKSPACE_BYTES, MANY_TENSORS};
+use te_fast_kernels::constants::quantize::{self, BLOCKS_CURRENT_MANY, CURRENT_WORKSPACE_BYTES, MANY_TENSORS};
 use te_fast_kernels::constants::tile::{TILE, TILE_THREADS};
 use te_fast_kernels::{Float, Fp8, Half, KernelId};
 
@@ -14,7 +14,7 @@ use crate::launch::grid::Grid;
 use crate::launch::target::{Target, launch};
 use crate::ops::amax::{ScaleRule, check_eps};
 use crate::ops::cast::{aligned, check_columns, tiles};
-use crate::ops::cast_current::{Blocks, check_tiles, resident_of_many};
+use crate::ops::cast_current::{Blocks, check_tiles};
 use crate::params;
 
 const OP: &str = "cast_many";
@@ -237,7 +237,7 @@ impl CastManyPlan {
         let grid = match self.scales {
             ManyScales::Current(_) => {
                 let tiles = params.entry[..casts.len()].iter().map(|entry| tiles_of(entry, least)).sum();
-                let blocks = Blocks::of(target, tiles, input.element_bytes(), resident_of_many);
+                let blocks = Blocks::of(target, tiles, input.element_bytes(), BLOCKS_CURRENT_MANY);
                 params.slots = blocks.slots;
                 blocks.grid
             }
