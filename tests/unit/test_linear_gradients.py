@@ -6,7 +6,9 @@ import torch
 import te_fast
 import te_fast.pytorch as te
 from linear_layers import close, expected, inputs, make, step
+from products import Products, check_types
 from recipes import RECIPES, name_of
+from te_fast import dispatch
 from te_fast.common.recipe import Float8CurrentScaling
 from te_fast.errors import DtypeError, ShapeError, StateError
 from te_fast.pytorch.module.base import get_dummy_wgrad
@@ -96,6 +98,64 @@ def test_delayed_weight_gradient(fp8, fuse):
     assert torch.equal(layer.bias.grad, plain.bias.grad)
     with pytest.raises(te_fast.TeFastError, match="without a backward"):
         layer.backward_dw()
+
+
+@pytest.mark.parametrize("loss", [torch.sum, lambda y: (y * y.detach()).sum()])
+def test_products_outside_of_fp8_have_the_operands_of_autograd(loss):
+    """Torch's kernels for other strides sum in another order."""
+    later, now = make(delay_wgrad_compute=True, bias=False), make(bias=False)
+    x = torch.randn(4, 8, 64, dtype=later.weight.dtype, requires_grad=True)
+    found = []
+    for layer in (now, later):
+        with Products() as products:
+            loss(layer(x)).backward()
+            if layer is later:
+                layer.backward_dw()
+        of_weight = [each for each in products.operands if each[1][0] == (32, 64)]
+        found.append([of_weight, layer.weight.grad])
+    assert len(found[0][0]) == 1
+    assert found[0][0] == found[1][0]
+
+
+@pytest.mark.parametrize(
+    "dtypes", [(torch.bfloat16, torch.float16), (torch.float16, torch.bfloat16)], ids=str
+)
+def test_delayed_gradients_of_other_types_than_cublas_writes(dtypes):
+    weight, compute = dtypes
+    recipe = Float8CurrentScaling(backward_override="high_precision")
+    layers = [
+        te.Linear(64, 48, params_dtype=weight, device="cpu", delay_wgrad_compute=delay)
+        for delay in (True, False)
+    ]
+    layers[0].load_state_dict(layers[1].state_dict())
+    x = torch.randn(32, 64, dtype=weight)
+    for layer in layers:
+        with te.autocast(recipe=recipe), torch.autocast("cpu", dtype=compute):
+            y = layer(x)
+        assert y.dtype == compute
+        with dispatch.record() as launches:
+            y.backward(torch.ones_like(y))
+            if layer.delay_wgrad_compute:
+                layer.backward_dw()
+        check_types(launches)
+    assert layers[0].weight.grad.dtype == weight
+    assert torch.equal(*(layer.weight.grad for layer in layers))
+
+
+def test_main_grad_of_a_type_that_no_product_writes():
+    recipe = Float8CurrentScaling(backward_override="high_precision")
+    layer = make(fuse_wgrad_accumulation=True, bias=False)
+    layer.weight.main_grad = torch.zeros(48, 64, dtype=torch.float16)
+    with te.autocast(recipe=recipe):
+        y = layer(torch.randn(32, 64, dtype=torch.bfloat16))
+    with pytest.raises(
+        te_fast.errors.UnsupportedError,
+        match="as torch.float16 while the layer computes in torch.bfloat16",
+    ):
+        y.backward(torch.ones_like(y))
+    layer.weight.main_grad = torch.zeros(48, 64)
+    y.backward(torch.ones_like(y))
+    assert layer.weight.main_grad.any()
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 import ops_reference as ref
 from ops_reference import ROUNDING, close, compare, leaf, randomise
+from products import check_types
+from te_fast import dispatch
 from te_fast.errors import ShapeError, StateError
 from te_fast.pytorch import ops
 
@@ -187,6 +189,23 @@ def test_torch_autocast(between):
     expected = mlp_formula(*(t.detach().double() for t in (x, *module.parameters())))
     close(y, expected)
     assert all(parameter.grad.dtype == torch.float32 for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("compute", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_products_under_torch_autocast_have_types_that_cublas_takes(dtype, compute):
+    op = randomise(ops.Linear(16, 24, bias=False, device="cpu", dtype=dtype))
+    x = leaf(8, 16, dtype=dtype)
+    with dispatch.record() as launches:
+        with torch.autocast("cpu", dtype=compute):
+            y = op(x)
+        assert y.dtype == compute
+        grad = torch.randn(8, 24).to(compute)
+        y.backward(grad)
+    check_types(launches)
+    assert x.grad.dtype == op.weight.grad.dtype == dtype
+    close(op.weight.grad.to(compute), grad.double().t() @ x.detach().to(compute).double())
+    close(x.grad.to(compute), grad.double() @ op.weight.detach().to(compute).double())
 
 
 # Autograd -----------------------------------------------------------------------------------------

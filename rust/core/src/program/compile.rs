@@ -80,6 +80,9 @@ fn reads<'a>(steps: impl Iterator<Item = &'a Step>) -> Vec<Port> {
 
 /// Type of a parameter's gradient as the program writes it.
 pub(crate) fn grad_dtype(facts: &Facts, param: usize) -> Float {
+    if let Some(linear) = facts.chain.linear_params().iter().position(|&of| of == param) {
+        return facts.linears[linear].weight_grad_dtype();
+    }
     let is_bias = facts.chain.links().iter().any(|link| link.param == param && matches!(link.op, Op::Bias { .. }));
     if is_bias { facts.key.activation } else { facts.key.params[param].0 }
 }

@@ -453,6 +453,19 @@ impl LinearOp {
         Problem { d, alpha: Factor::new(self.alpha), accumulate, ..problem }
     }
 
+    /// Whether there is a product that writes the weight's gradient in this type. cuBLAS writes the operands' own type
+    /// and FP32, and of FP8 operands each type.
+    fn writes_weight_grad_in(&self, d: DType) -> bool {
+        let in_fp8 = self.casts.is_some() && self.backward() == BackwardOperands::Quantized;
+        in_fp8 || d == DType::F32 || d == self.activation.into()
+    }
+
+    /// The type of the weight's gradient where the caller brings no memory for it: the weight's own, or that of the
+    /// operands if no product writes the weight's.
+    pub(crate) fn weight_grad_dtype(&self) -> Float {
+        if self.writes_weight_grad_in(self.weight.into()) { self.weight } else { self.activation }
+    }
+
     /// `dyᵀ · x` into a tensor of this type and alignment, set or added.
     pub(crate) fn wgrad(
         &self,
@@ -462,6 +475,13 @@ impl LinearOp {
         alignment: u16,
     ) -> Result<WeightGradPlan> {
         let Self { inputs, outputs, .. } = *self;
+        if !self.writes_weight_grad_in(d) {
+            let message = format!(
+                "the weight's gradient cannot be written as {d} while the layer computes in {}; give a main_grad of float32",
+                DType::from(self.activation)
+            );
+            return Err(Error::unsupported(OP, message));
+        }
         if let Some(groups) = self.groups {
             return self.grouped_wgrad(groups, rows, (d, accumulate)).map(WeightGradPlan::Grouped);
         }

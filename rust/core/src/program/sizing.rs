@@ -181,7 +181,7 @@ impl<'a> Sizing<'a> {
         let (pointers, counts) = (at.map(|&at| self.cell(at)), self.cell(splits));
         if matches!(product, Product::WeightGrad) {
             // A delayed gradient gets its destination only in `backward_dw`.
-            let own = (op.weight.into(), false);
+            let own = (op.weight_grad_dtype().into(), false);
             let plan = if op.deferred { None } else { Some(op.wgrad(self.dispatcher, rows, own, ALIGNMENT)?) };
             self.writes(at.d, plan.as_ref().map_or(0, WeightGradPlan::bytes));
             return Ok(Planned::WeightGrad(linear, plan, pointers, counts));

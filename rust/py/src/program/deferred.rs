@@ -63,11 +63,17 @@ fn give<'py>(
         let (x, grad) = (x.bind(py), grad.bind(py));
         return Ok(plain_product(x, grad, into.as_ref().map(|(grad, accumulate)| (grad, *accumulate)))?);
     }
+    let view = weight_view(state, weight)?;
     let (dw, accumulate) = if let Some(MainGrad { grad, accumulate, .. }) = target {
         (grad, accumulate)
     } else {
-        let view = weight_view(state, weight)?;
-        (state.empty_sized(py, view.device(), view.shape(), view.dtype())?, false)
+        let dtype = match &waiting.operands {
+            WaitingOperands::Kept(WaitingRows { program, linear, .. }) => {
+                program.grad_dtype(program.linear_param(*linear)).into()
+            }
+            _ => view.dtype(),
+        };
+        (state.empty_sized(py, view.device(), view.shape(), dtype)?, false)
     };
     match &waiting.operands {
         WaitingOperands::Kept(rows) => run_rows(state, rows, &dw, accumulate)?,
@@ -75,7 +81,14 @@ fn give<'py>(
         WaitingOperands::NoRows => drop(dw.call_method0("zero_")?),
         WaitingOperands::Plain { .. } => {} // given above
     }
-    Ok(if fuse { None } else { Some(dw) })
+    if fuse {
+        return Ok(None);
+    }
+    if view_of(&state.reader, &dw, "the weight's gradient")?.dtype() == view.dtype() {
+        return Ok(Some(dw));
+    }
+    // What autograd does with a gradient of another type than its parameter's.
+    Ok(Some(dw.call_method1(intern!(py, "to"), (state.torch.dtype(py, view.dtype()),))?))
 }
 
 /// The GEMM of a delayed gradient.
@@ -128,8 +141,7 @@ fn plain_product<'py>(
     // A deferred product runs where gradients are recorded: without `detach`, it would keep the forward's graph.
     let rows = |tensor: &Bound<'py, PyAny>| -> PyResult<Bound<'py, PyAny>> {
         let cols = tensor.getattr(intern!(py, "shape"))?.get_item(-1)?;
-        let tensor = tensor.call_method0(intern!(py, "detach"))?;
-        tensor.call_method1(intern!(py, "reshape"), ((-1, cols),))?.call_method0(intern!(py, "contiguous"))
+        tensor.call_method0(intern!(py, "detach"))?.call_method1(intern!(py, "reshape"), ((-1, cols),))
     };
     let product = |x: &Bound<'py, PyAny>, grad: &Bound<'py, PyAny>| {
         grad.call_method0(intern!(py, "t"))?.call_method1(intern!(py, "mm"), (x,))
@@ -140,6 +152,8 @@ fn plain_product<'py>(
         if empty {
             return x.call_method1(intern!(py, "new_zeros"), (cols(grad)?, cols(x)?)).map(Some);
         }
+        // With the strides that autograd's own product has, for instance those of an expanded gradient: torch sums a copy in
+        // another order.
         return product(&rows(x)?, &rows(grad)?).map(Some);
     };
     if empty {
@@ -148,7 +162,8 @@ fn plain_product<'py>(
         }
         return Ok(None);
     }
-    let (x, grad) = (rows(x)?, rows(grad)?);
+    let [x, grad] = [rows(x)?, rows(grad)?].map(|tensor| tensor.call_method0(intern!(py, "contiguous")));
+    let (x, grad) = (x?, grad?);
     let state = state(py)?;
     let float = |tensor: &Bound<'py, PyAny>| -> PyResult<bool> {
         Ok(state.reader.read(tensor)?.is_some_and(|view| view.dtype().as_float().is_some()))
