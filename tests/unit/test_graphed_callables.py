@@ -644,6 +644,17 @@ def test_gradients_of_parameters_are_their_own_unless_told(graphs):
         assert torch.equal(kept, before) == clones
 
 
+def test_marks_that_parameters_get_behind_the_capture_change_no_gradient(graphs):
+    graphed = captured(graphs)
+    graphed.weight.skip_backward_post_hook = True
+    graphed(sample()).sum().backward()
+    kept = graphed.weight.grad
+    before = kept.clone()
+    graphed.weight.grad = None
+    graphed(sample()).sum().backward()
+    assert torch.equal(kept, before)
+
+
 def test_reset_gives_the_module_back(graphs, recipe):
     eager = te.Linear(COLS, COLS, delay_wgrad_compute=True, **CPU)
     model = copy.deepcopy(eager)

@@ -113,14 +113,8 @@ class Graphed(torch.autograd.Function):
 def _returned(run: Run) -> list[torch.Tensor | None]:
     """Return the gradients of the inputs and of the parameters for autograd."""
     grads = [grad if grad is None else grad.detach() for grad in run.input_grads]
-    clones = run.shared.options.clone_param_grads
-    for parameter, grad in zip(run.surface, run.surface_grads, strict=True):
-        # A gradient that a layer has added to main_grad gets a stand-in. A gradient that a hook collects is read at
-        # once.
-        is_read_at_once = getattr(parameter, "skip_backward_post_hook", False) or any(
-            parameter is added for added in run.added
-        )
-        grads.append(grad.detach().clone() if clones and not is_read_at_once else grad.detach())
+    for grad, is_cloned in zip(run.surface_grads, run.is_cloned, strict=True):
+        grads.append(grad.detach().clone() if is_cloned else grad.detach())
     return grads
 
 

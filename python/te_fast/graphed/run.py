@@ -97,6 +97,8 @@ class Run:
         #: Parameters that get a gradient from the backward, with the gradient.
         self.surface: list[torch.nn.Parameter] = []
         self.surface_grads: list[torch.Tensor] = []
+        #: For each of them, whether its caller gets a copy.
+        self.is_cloned: list[bool] = []
         #: Parameters that get a gradient from ``backward_dw``, with the gradient.
         self.later_grads: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
         #: The layers whose ``backward_dw`` computes these gradients.
@@ -237,6 +239,13 @@ class Run:
         ]
         self.surface = [parameter for parameter, _ in pairs]
         self.surface_grads = [grad for _, grad in pairs]
+        clones, added = self.shared.options.clone_param_grads, {id(part) for part in self.added}
+        self.is_cloned = [
+            # A gradient that a layer has added to main_grad gets a stand-in. A gradient that a hook collects is read at
+            # once.
+            clones and not (id(part) in added or getattr(part, "skip_backward_post_hook", False))
+            for part in self.surface
+        ]
         for tensor, grad in zip(self.inputs.tensors, self.input_grads, strict=True):
             if tensor.requires_grad and grad is None and not self.shared.options.allow_unused_input:
                 message = (
