@@ -10,6 +10,7 @@ import torch
 
 import te_fast.pytorch as te
 from attention_reference import F64, attend_one, attends, slopes_of
+from te_fast.attention.scores import backends
 from te_fast.common.recipe import DelayedScaling, Float8CurrentScaling
 from te_fast.errors import DtypeError, ShapeError, UnsupportedError
 from te_fast.runtime.compiling import CAN_COMPILE
@@ -617,6 +618,19 @@ def test_no_kernel_left(monkeypatch):
         monkeypatch.setenv(name, "0")
     with pytest.raises(UnsupportedError, match="no kernel is left"):
         module()
+
+
+def test_kernels_that_are_left_and_cannot_compute_it():
+    layer = module()
+    with (
+        pytest.raises(
+            UnsupportedError, match=f"{layer.name}: none of the kernels .*: FLASH_ATTENTION"
+        ),
+        backends((True, False, False), layer.name),
+    ):
+        raise RuntimeError("No available kernel. Aborting execution.")
+    with pytest.raises(RuntimeError, match="other"), backends((True, False, True), layer.name):
+        raise RuntimeError("other")
 
 
 def test_windows_that_are_nearly_right_warn():

@@ -699,7 +699,7 @@ class DotProductAttention(TransformerEngineBaseModule):
 
     def _restricted(self, q: torch.Tensor) -> AbstractContextManager[Any]:
         # On the CPU there is only one kernel.
-        return core.backends(self._kernels) if q.is_cuda else nullcontext()
+        return core.backends(self._kernels, self.name) if q.is_cuda else nullcontext()
 
     # Packed sequences -----------------------------------------------------------------------------
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -18,6 +18,10 @@ from te_fast.attention.rules import (
     default_slopes,
     kept_of_lengths,
 )
+from te_fast.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 class Bias(NamedTuple):
@@ -307,16 +311,21 @@ def attend_packed(
     return kernel(q, k, v, of_q.ends, of_k.ends, of_q.longest, of_k.longest, **options)
 
 
-def backends(chosen: tuple[bool, bool, bool]) -> AbstractContextManager[Any]:
+def backends(chosen: tuple[bool, bool, bool], name: str) -> AbstractContextManager[Any]:
     """Return a region in which torch's attention takes some of its kernels alone.
 
     Parameters
     ----------
     chosen : tuple of bool
         Whether flash attention, the other fused kernels, and plain products may be used.
+    name : str
+        Name of the layer, for errors.
     """
-    if all(chosen):
-        return nullcontext()
+    return nullcontext() if all(chosen) else _some_backends(chosen, name)
+
+
+@contextmanager
+def _some_backends(chosen: tuple[bool, bool, bool], name: str) -> Iterator[None]:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     groups = (
@@ -330,5 +339,15 @@ def backends(chosen: tuple[bool, bool, bool]) -> AbstractContextManager[Any]:
         if is_taken
         for kernel in group
     ]
-    region: AbstractContextManager[Any] = sdpa_kernel(taken)
-    return region
+    with sdpa_kernel(taken):
+        try:
+            yield
+        except RuntimeError as error:
+            if "No available kernel" not in str(error):
+                raise
+            kernels = ", ".join(kernel.name for kernel in taken)
+            message = (
+                f"{name}: none of the kernels that are left computes this attention: {kernels}; set NVTE_FLASH_ATTN, "
+                "NVTE_FUSED_ATTN or NVTE_UNFUSED_ATTN to 1 before the layer is made"
+            )
+            raise UnsupportedError(message) from error
