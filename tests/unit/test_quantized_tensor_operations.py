@@ -294,6 +294,38 @@ def test_copies_between_tensors(kind, x):
         assert torch.equal(plain, values((y * 4).float(), kind).to(dtype))
 
 
+def test_many_copies_at_once_are_those_one_by_one(kind, x):
+    y = torch.randn(32, 256).bfloat16()
+
+    def made():
+        ones = [quantizer(kind)(x) for _ in range(4)]
+        return [*ones, torch.zeros(32, 256), torch.zeros(32, 256)]
+
+    sources = [y, y.float() * 3, y[0], quantizer(kind)(y * 4), quantizer(kind)(y), y]
+    together, single = made(), made()
+    with dispatch.record() as launches:
+        torch._foreach_copy_(together[:2], sources[:2])
+    assert not any("dequantize" in launch.name for launch in launches)
+    torch._foreach_copy_(together[2:], sources[2:])
+    for target, source in zip(single, sources, strict=True):
+        target.copy_(source)
+    for one, other in zip(together, single, strict=True):
+        if isinstance(one, te.QuantizedTensor):
+            holds(one, other.dequantize(), other)
+        else:
+            assert torch.equal(one, other)
+
+
+def test_copies_to_a_part_write_nothing_of_the_others():
+    one, other = (
+        quantizer("current")(torch.ones(32, 256)),
+        quantizer("current")(torch.ones(32, 256)),
+    )
+    with pytest.raises(QuantizedTensorError, match="a part of a tensor cannot be written"):
+        torch._foreach_copy_([one, other[:16]], [torch.zeros(32, 256), torch.zeros(16, 256)])
+    assert torch.equal(one.dequantize(), torch.ones(32, 256))
+
+
 def test_bytes_are_copied_where_the_other_layout_can_be_made(kind, x):
     y = torch.randn(32, 256).bfloat16()
     one, rows = quantizer(kind)(x), quantizer(kind, columnwise=False)(y)

@@ -438,6 +438,21 @@ def _copy(target: Any, source: Any, non_blocking: bool = False) -> Any:
     return target
 
 
+@_handles(aten._foreach_copy_.default)
+def _copy_each(targets: Sequence[Any], sources: Sequence[Any], non_blocking: bool = False) -> None:
+    """Copy as `_copy` does; plain values are quantised together, and nothing is read of what they overwrite."""
+    together, others = [], []
+    for target, source in zip(targets, sources, strict=True):
+        is_cast = _is_quantized(target) and not _is_quantized(source)
+        (together if is_cast and source.shape == target.shape else others).append((target, source))
+    for target, _ in together:
+        _check_whole(target)
+    for target, source in others:
+        target.copy_(source, non_blocking)
+    if together:
+        update_many(*zip(*together, strict=True))
+
+
 def _takes_bytes(target: Any, source: Any) -> bool:
     """Tell whether the bytes and scales of one tensor can be copied to the other."""
     if not _is_quantized(source) or source.shape != target.shape:
