@@ -438,6 +438,7 @@ def test_transforms_are_refused():
     assert torch.equal(torch.func.functional_call(layer, {}, (x,)), layer(x))
 
 
+@pytest.mark.slow
 @needs_compile
 def test_eager_calls_compile_nothing_again(fresh_dynamo):
     layer, x = make(), tokens()

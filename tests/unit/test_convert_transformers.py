@@ -88,21 +88,21 @@ def test_a_step_is_the_models_own(kind, options):
 
 
 @compiles
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "options", "has_mask"),
     [
         ("llama", {"use_cache": False}, False),
-        pytest.param("llama", {}, False, marks=pytest.mark.slow),
-        pytest.param(
+        ("llama", {}, False),
+        (
             "llama",
             {"position_ids": torch.arange(16)[None], "use_cache": False},
             True,
-            marks=pytest.mark.slow,
         ),
-        pytest.param("llama", {"attention_mask": PADDED}, True, marks=pytest.mark.slow),
-        pytest.param("qwen3", {}, False, marks=pytest.mark.slow),
-        pytest.param("mistral", {}, False, marks=pytest.mark.slow),
-        pytest.param("sliding window", {}, True, marks=pytest.mark.slow),
+        ("llama", {"attention_mask": PADDED}, True),
+        ("qwen3", {}, False),
+        ("mistral", {}, False),
+        ("sliding window", {}, True),
     ],
 )
 def test_compiled_attention_has_a_mask_only_where_it_needs_one(kind, options, has_mask, seen):

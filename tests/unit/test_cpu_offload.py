@@ -95,6 +95,7 @@ def test_gradients_are_those_without(recipe, count, passes, retain, copies):
     assert copies["back"] == copies["out"]
 
 
+@pytest.mark.slow
 def test_few_layers_lie_on_the_device(monkeypatch):
     """Of four layers two are offloaded: layer 0 is gone when layer 2 begins, and back when layer 2's backward ends."""
     seen = []

@@ -47,6 +47,7 @@ def test_on_one_rank(case):
     check(losses_of(*problem(case["dtype"], case["hidden"]), case, None), case)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
 @pytest.mark.parametrize("ranks", quickly([2, 4], 2))
 def test_a_vocabulary_that_ranks_share(fresh, tmp_path, ranks):

@@ -106,6 +106,7 @@ def test_a_script_that_fails_fails_as_it_does_alone(tmp_path):
     assert "before the profiler began" in watched.stderr
 
 
+@pytest.mark.slow
 def test_a_module_runs_by_its_name_and_messages_of_exit_are_shown(tmp_path):
     (tmp_path / "whole.py").write_text("import sys; print(sys.argv[1:], __name__); sys.exit('bye')")
     command = [sys.executable, "-m", "te_fast.doctor", "-m", "whole", "--json", "x"]

@@ -36,6 +36,7 @@ def test_nanogpt_learns_in_fp8_what_it_learns_without(recipe, monkeypatch, capsy
     assert fp8 != plain
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     _VERSION < (2, 11) or not dist.is_gloo_available(),
     reason="needs gloo, and an FSDP2 that runs without a GPU",

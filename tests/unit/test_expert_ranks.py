@@ -20,6 +20,7 @@ def results(request, fresh, tmp_path_factory):
     return run(fresh, folder, "expert_rank", request.param, SCENES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scene", SCENES)
 def test_ranks(results, scene):
     assert {rank.get(scene, "did not run") for rank in results} == {""}

@@ -93,6 +93,7 @@ def exported(model, *, strict):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", quickly(["delayed", "current", "block"], "current"))
 def test_weights_in_fp8_are_saved_as_they_are(tmp_path, fresh, name):
     model = Quantized(RECIPES[name])

@@ -434,6 +434,7 @@ def _samples() -> list[bytes]:
 SAMPLES = _samples()
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     sample=st.sampled_from(range(len(SAMPLES))),

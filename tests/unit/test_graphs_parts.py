@@ -18,7 +18,7 @@ from te_fast import dispatch
 from te_fast.common.recipe import Float8BlockScaling, Float8CurrentScaling
 from te_fast.errors import ShapeError, StateError
 
-pytestmark = [needs_compile, pytest.mark.usefixtures("fresh_dynamo")]
+pytestmark = [needs_compile, pytest.mark.slow, pytest.mark.usefixtures("fresh_dynamo")]
 
 COUNTS = torch.tensor([5, 0, 11])
 OPTIONS = {"device": "cpu", "params_dtype": torch.bfloat16}

@@ -69,6 +69,7 @@ def test_a_compiled_layer_trains_as_eager_does(name, kind):
     assert not counters()["graph_break"]
 
 
+@pytest.mark.slow
 @every_recipe
 def test_an_optimizer_steps_on_them(kind):
     recipe = RECIPES[kind]()
@@ -90,6 +91,7 @@ def test_an_optimizer_steps_on_them(kind):
     assert counters()["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.slow
 @every_recipe
 def test_no_weight_is_quantised_in_a_graph(kind):
     recipe = RECIPES[kind]()
@@ -138,6 +140,7 @@ def test_weights_without_a_column_layout(name, kind):
         assert torch.equal(one, two)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("delay", "kind"), quickly(list(product([False, True], RECIPES)), (True, "block"))
 )
@@ -168,6 +171,7 @@ def test_weight_gradients_go_into_main_grad(delay, kind):
             )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "make"),
     quickly(
@@ -284,6 +288,7 @@ def test_layers_of_one_kind_share_a_graph():
     assert counters()["stats"]["unique_graphs"] <= 2
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin")
 def test_a_recipe_of_another_kind_raises_as_eager_does():
     layer = quantized(MAKERS["Linear"], Float8CurrentScaling(), name="first")

@@ -21,7 +21,7 @@ from te_fast.common.recipe import Float8BlockScaling, Float8CurrentScaling
 from te_fast.errors import ShapeError, StateError
 from te_fast.tensor.primary import is_quantized
 
-pytestmark = [needs_compile, pytest.mark.usefixtures("fresh_dynamo")]
+pytestmark = [needs_compile, pytest.mark.slow, pytest.mark.usefixtures("fresh_dynamo")]
 
 OF_OPS = {"dtype": torch.bfloat16, "device": "cpu"}
 

@@ -328,6 +328,7 @@ def test_explains_itself():
         assert line in text
 
 
+@pytest.mark.slow
 def test_nothing_is_kept_after_a_step():
     block = make(dtype=torch.bfloat16, aux_loss_coeff=0.1, **WAYS["biased"])
     x, grad = tensors(dtype=torch.bfloat16)

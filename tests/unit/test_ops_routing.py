@@ -91,6 +91,7 @@ def test_residual_connections_are_inside_of_one_program(recipe):
     assert parted.explain().count("native program") == 2
 
 
+@pytest.mark.slow
 @needs_compile
 @pytest.mark.parametrize("recipe", quickly(RECIPES, "delayed"), indirect=True)
 def test_residual_connections_in_graphs(recipe):

@@ -41,11 +41,24 @@ def of_attention(request, fresh, tmp_path_factory):
     return run(fresh, folder, "parallel_attention_rank", 2, names)
 
 
-@pytest.mark.parametrize("scene", OF_TWO)
+@pytest.mark.parametrize(
+    "scene",
+    quickly(
+        OF_TWO,
+        "linear",
+        "layernorm_mlp",
+        "linear_operations",
+        "what_travels",
+        "steps_of_delayed_scaling",
+        "ranks_that_disagree",
+        "bad_input",
+    ),
+)
 def test_two_ranks(of_two, scene):
     assert [rank.get(scene, "did not run") for rank in of_two] == [""] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "scene", quickly(OF_ATTENTION, "transformer_layers_in_fp8", "heads_of_attention")
 )
@@ -53,6 +66,7 @@ def test_two_ranks_that_share_heads(of_attention, scene):
     assert [rank.get(scene, "did not run") for rank in of_attention] == [""] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", quickly([2, 4], 2))
 def test_products_beside_collectives(fresh, tmp_path, size):
     names = (

@@ -49,6 +49,7 @@ def test_table_and_json_have_the_same_figures(report, tmp_path):
         assert float(line[30:38]) == pytest.approx(microseconds, abs=0.006)
 
 
+@pytest.mark.slow
 def test_plot_is_a_png(report, tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "report.png"

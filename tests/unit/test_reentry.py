@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
 import torch
 
 import te_fast.pytorch as te
@@ -108,6 +109,7 @@ def test_calls_have_nothing_borrowed_where_python_collects_garbage():
     run()
 
 
+@pytest.mark.slow
 def test_nor_where_tensors_are_read_by_their_attributes(fresh):
     fresh(
         f"""

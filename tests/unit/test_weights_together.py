@@ -446,6 +446,7 @@ def test_layers_that_are_gone_are_not_waited_for(recipe):
     assert casts(lambda: forward(rest, x, recipe)) == 3
 
 
+@pytest.mark.slow
 def test_it_can_be_turned_off(fresh):
     script = """
 import os
