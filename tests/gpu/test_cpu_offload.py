@@ -75,3 +75,35 @@ def test_by_hand_on_a_stream_of_the_users():
         controller.start_reload_layer(number)
     x.float().square().mean().backward()
     assert torch.equal(start.grad, wanted[0])
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
+def test_all_that_attention_saves_leaves_the_device(recipe):
+    """Queries, keys and values are parts of one tensor; its output is also the input of the projection."""
+    torch.manual_seed(3)
+    attention = te.MultiheadAttention(
+        SIZE, 16, attention_dropout=0.0, params_dtype=torch.bfloat16, device="cuda"
+    )
+    context, synchronize, controller = te.get_cpu_offload_context(
+        True, model_layers=1, manual_synchronization=True
+    )
+    found = []
+    for offloads in (None, False, True):  # the first step makes what layers keep
+        x = torch.ones(ROWS // 8, 8, SIZE, device="cuda", dtype=torch.bfloat16).requires_grad_()
+        x.data.normal_(generator=torch.Generator("cuda").manual_seed(4))
+        with te.autocast(enabled=recipe is not None, recipe=recipe), context:
+            y = attention(x)
+        y = synchronize(y)
+        before = torch.cuda.memory_allocated()
+        if offloads:
+            controller.start_offload_layer(0)
+            controller.release_activation_forward_gpu_memory(0)
+            # Queries, keys, values and the output. The caller holds x and y.
+            assert torch.cuda.memory_allocated() <= before - 4 * x.nbytes
+            controller.start_reload_layer(0)
+            assert torch.cuda.memory_allocated() <= before + x.nbytes
+        y.float().square().sum().backward()
+        found.append([x.grad, *(parameter.grad for parameter in attention.parameters())])
+        attention.zero_grad(set_to_none=True)
+    if not isinstance(recipe, DelayedScaling):  # whose scales differ from step to step
+        assert all(torch.equal(a, b) for a, b in zip(found[1], found[2], strict=True))

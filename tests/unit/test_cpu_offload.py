@@ -175,6 +175,37 @@ def test_a_tensor_that_is_saved_twice_is_copied_once(copies):
     assert copies["out"] == 2  # x and x * 2
 
 
+def test_tensors_that_share_memory_are_copied_together(copies):
+    """As queries, keys and values of one product, and as an output in several shapes."""
+    torch.manual_seed(3)
+    whole, leaves = (
+        torch.randn(16, 3, 32),
+        [torch.ones(16, 32, requires_grad=True) for _ in range(4)],
+    )
+    parts = [*whole.unbind(1), whole.view(-1)[: 16 * 32].view(16, 32)]
+    context, synchronize = te.get_cpu_offload_context(True, 1, 3)
+    with context:
+        y = sum(leaf * part for leaf, part in zip(leaves, parts, strict=True))
+    (memory,) = context._synchronizer._now.layers[0].kept.values()
+    wanted = [part.clone() for part in parts]
+    synchronize(y)
+    assert copies["out"] == 1
+    assert memory.on_host.numel() == whole.numel() * 4
+    memory.release()
+    whole.zero_()
+    y.sum().backward()
+    assert copies["back"] == 1
+    assert_same([leaf.grad for leaf in leaves], wanted)
+
+
+def test_a_small_part_of_memory_stays(copies):
+    whole, leaf = torch.randn(8, 16, 32), torch.ones(16, 32, requires_grad=True)
+    context, _ = te.get_cpu_offload_context(True, 1, 3)
+    with context:
+        leaf * whole[3]
+    assert copies["out"] == 0
+
+
 @pytest.mark.parametrize("kind", ["parameter", "view", "small", "marked", "overlapping"])
 def test_what_stays(kind, copies):
     context, _ = te.get_cpu_offload_context(True, 1, 3)
@@ -197,9 +228,10 @@ def test_strides_come_back():
     given, leaf = torch.randn(32, 64).t(), torch.ones(64, 32, requires_grad=True)
     with context:
         y = leaf * given
-    (saved,) = context._synchronizer._now.layers[0].kept.values()
+        saved = context._synchronizer.push(given)
+    (memory,) = context._synchronizer._now.layers[0].kept.values()
     synchronize(y)
-    saved.release()
+    memory.release()
     assert saved.get().stride() == given.stride()
     assert torch.equal(saved.get(), given)
     y.sum().backward()

@@ -12,13 +12,13 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from te_fast.errors import ArgumentError, StateError
-from te_fast.offload.kept import Kept, Stream, is_offloaded, is_taken_apart
+from te_fast.offload.kept import Kept, Saved, Stream, fills_its_memory, is_offloaded, is_taken_apart
 
 Sync = Callable[[torch.Tensor], torch.Tensor]
 
 
 class _Buffers(dict[int, torch.Tensor]):
-    """The host's buffers of a layer, by the number of the saved tensor, and the tensors that are in them."""
+    """The host's buffers of a layer, by the number of the saved memory, and the memory that is in them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class _Buffers(dict[int, torch.Tensor]):
 
 
 class _Layer:
-    """The tensors that one layer of one forward has saved, as long as autograd has them."""
+    """The memory of the tensors that one layer of one forward has saved, as long as autograd has them."""
 
     def __init__(self) -> None:
         self.kept: WeakValueDictionary[Any, Kept] = WeakValueDictionary()
@@ -144,12 +144,15 @@ class OffloadSynchronizer:
         if not is_offloaded(tensor):
             return tensor
         layer = self._now.layers[self._now.last]
-        # Saved twice, it is copied once.
-        key = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor._version
+        # Memory that several tensors share is copied once.
+        key = tensor.untyped_storage().data_ptr(), tensor._version
         kept = layer.kept.get(key)
         if kept is None:
-            kept = layer.kept[key] = Kept(tensor.detach(), self._stream)
-        return kept
+            if not fills_its_memory(tensor):
+                return tensor
+            kept = layer.kept[key] = Kept(tensor, self._stream)
+        kept.watch(tensor)
+        return Saved(tensor, kept)
 
     def _takes(self, number: int) -> bool:
         return number < self.num_offloaded_layers
@@ -163,7 +166,7 @@ class OffloadSynchronizer:
             )  # a new tensor, which does not keep the parts alive longer than its user does
             whole.restore_from_saved([OffloadSynchronizer.pop(part) for part in saved.parts])
             return whole
-        tensor: torch.Tensor = saved.get() if isinstance(saved, Kept) else saved
+        tensor: torch.Tensor = saved.get() if isinstance(saved, Saved) else saved
         return tensor
 
     # Backward -------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A tensor that autograd has saved, on its way to the host's memory and back."""
+"""The memory of tensors that autograd has saved, on its way to the host and back."""
 
 from __future__ import annotations
 
@@ -51,15 +51,31 @@ def is_taken_apart(tensor: torch.Tensor) -> bool:
 
 
 def is_offloaded(tensor: torch.Tensor) -> bool:
-    """Tell whether to copy a saved tensor: it must be large, on a GPU, dense, and not a weight."""
+    """Tell whether to copy a saved tensor: it and its memory must be large, on a GPU, and no weight's."""
     return (
         tensor.device.type in DEVICES
         and tensor.numel() >= SMALLEST
         and _may_leave(tensor)
         and type(tensor) is torch.Tensor
-        # Copies of tensors that are not dense would have other strides.
-        and torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+        and tensor.layout is torch.strided
+        and not (tensor.is_conj() or tensor.is_neg())
+        # An expanded tensor has less memory than elements.
+        and tensor.untyped_storage().nbytes() >= SMALLEST * tensor.element_size()
     )
+
+
+def fills_its_memory(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor has so much of its memory that all of the memory is copied for it alone.
+
+    Queries, keys and values of one product have a third of their memory each, or a sixth and two thirds.
+    """
+    return 4 * tensor.numel() * tensor.element_size() >= tensor.untyped_storage().nbytes()
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    storage = tensor.untyped_storage()
+    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return whole.set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 class Stream:
@@ -86,17 +102,15 @@ class Stream:
             torch.cuda.current_stream().wait_event(event)
 
 
-def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.dtype, tensor.shape, tensor.stride()
-
-
 class Kept:
-    """A saved tensor: on the device, in the host's memory, or both.
+    """The memory of saved tensors: on the device, on the host, or both.
+
+    Tensors that share memory, as an output and the input of the next layer do, share one of these.
 
     Parameters
     ----------
     tensor : torch.Tensor
-        The tensor, without a graph.
+        One of the tensors.
     stream : Stream
         Stream of the copies.
     """
@@ -104,8 +118,9 @@ class Kept:
     def __init__(self, tensor: torch.Tensor, stream: Stream) -> None:
         self._stream = stream
         self._device = tensor.device
-        self._version = tensor._version
-        self._on_device: torch.Tensor | None = tensor
+        # The saved tensors with their versions, which the bytes do not share.
+        self._watched: list[tuple[torch.Tensor, int]] = []
+        self._on_device: torch.Tensor | None = _bytes_of(tensor)
         self._on_host: torch.Tensor | None = None
         self._left: Any = None
         self._came: Any = None
@@ -115,12 +130,19 @@ class Kept:
         """The copy in the host's memory."""
         return self._on_host
 
+    def watch(self, tensor: torch.Tensor) -> None:
+        """Note a tensor that was saved, so that later writes to it are seen."""
+        self._watched.append((tensor.detach(), tensor._version))
+
+    def _was_written(self) -> bool:
+        return any(tensor._version != version for tensor, version in self._watched)
+
     def start_offload(self, buffer: torch.Tensor | None = None) -> None:
         """Begin to copy to the host's memory, pinned, into a buffer of an earlier step if it fits."""
         source = self._on_device
-        if source is None or self._on_host is not None or source._version != self._version:
+        if source is None or self._on_host is not None or self._was_written():
             return
-        if buffer is None or _kind(buffer) != _kind(source):
+        if buffer is None or buffer.shape != source.shape:
             is_pinned = source.device.type == "cuda"
             buffer = torch.empty_like(source, device="cpu", pin_memory=is_pinned)
         self._on_host = buffer
@@ -131,6 +153,7 @@ class Kept:
         if self._on_host is not None and self._on_device is not None:
             self._stream.wait(self._left)
             self._on_device = None
+            self._watched.clear()
 
     def start_reload(self) -> None:
         """Begin to copy back."""
@@ -141,23 +164,23 @@ class Kept:
         self._came = self._stream.copy(self._on_device, self._on_host)
 
     def get(self) -> torch.Tensor:
-        """Return the tensor on the device, for work of the current stream.
+        """Return the bytes on the device, for work of the current stream.
 
         Raises
         ------
         StateError
-            If it was modified before it was copied.
+            If they were modified before they were copied.
         """
         self.start_reload()
         self._wait()
-        tensor = self._on_device
-        if tensor is None or (self._on_host is None and tensor._version != self._version):
+        whole = self._on_device
+        if whole is None or (self._on_host is None and self._was_written()):
             message = (
                 "cpu_offload: a tensor that backward needs has been modified in place since it was saved, before the "
                 "end of its layer's forward"
             )
             raise StateError(message)
-        return tensor
+        return whole
 
     def _wait(self) -> None:
         self._stream.wait(self._came)
@@ -168,3 +191,26 @@ class Kept:
         if self._on_host is not None:
             self._wait()  # its memory belongs to the current stream again
             self._on_device = None
+            self._watched.clear()
+
+
+class Saved:
+    """A saved tensor: its memory, and its place in there.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        The tensor.
+    kept : Kept
+        Its memory.
+    """
+
+    def __init__(self, tensor: torch.Tensor, kept: Kept) -> None:
+        self._kept, self._dtype = kept, tensor.dtype
+        self._place = tensor.storage_offset(), tensor.shape, tensor.stride()
+
+    def get(self) -> torch.Tensor:
+        """Return the tensor on the device, for work of the current stream; raises as `Kept.get` does."""
+        whole = self._kept.get()
+        tensor = torch.empty(0, dtype=self._dtype, device=whole.device)
+        return tensor.set_(whole.untyped_storage(), *self._place)
