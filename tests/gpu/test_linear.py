@@ -165,6 +165,22 @@ def test_graph_replays_equal_eager(name, first):
             assert torch.equal(out, layer(static))
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("loss", ["sum", "given"])
+def test_delayed_gradients_outside_of_fp8_have_the_bits_of_autograd(loss, bias):
+    options = {"bias": bias, "device": "cuda", "params_dtype": torch.float32}
+    now, later = (
+        te.Linear(128, 512, delay_wgrad_compute=delay, **options) for delay in (False, True)
+    )
+    later.load_state_dict(now.state_dict())
+    x, grad = torch.randn(32, 2, 128, device="cuda"), torch.randn(32, 2, 512, device="cuda")
+    for layer in (now, later):
+        y = layer(x)
+        y.sum().backward() if loss == "sum" else y.backward(grad)
+    later.backward_dw()
+    assert torch.equal(now.weight.grad, later.weight.grad)
+
+
 @pytest.mark.parametrize("change", ["other layouts", "dropped"])
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_graph_reads_the_weight_that_it_captured(name, change):

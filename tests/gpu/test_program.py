@@ -303,27 +303,33 @@ def test_nan_and_overflow_handed_over() -> None:
     assert y[1].isfinite().all()  # saturates
 
 
-@pytest.mark.parametrize("ran", [False, True], ids=["fresh", "ran in FP32"])
+@pytest.mark.parametrize("ran", [False, True], ids=["fresh", "ran without"])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("given", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("grads", [True, False])
-def test_torch_autocast_over_fp32_weights(
-    given: torch.dtype, dtype: torch.dtype, bias: bool, ran: bool, grads: bool
+@pytest.mark.parametrize("weights", [torch.float32, torch.float16, torch.bfloat16])
+def test_torch_autocast(
+    weights: torch.dtype,
+    given: torch.dtype,
+    dtype: torch.dtype,
+    bias: bool,
+    ran: bool,
+    grads: bool,
 ) -> None:
     """The product has 16-bit operands, as in torch.nn.Linear; gradients have the parameters' type."""
     torch.manual_seed(0)
-    reference = torch.nn.Linear(64, 48, bias=bias, device="cuda")
+    reference = torch.nn.Linear(64, 48, bias=bias, device="cuda", dtype=weights)
     for layer in (
-        te.ops.Linear(64, 48, bias=bias, device="cuda", dtype=torch.float32),
-        te.ops.Sequential(te.ops.Linear(64, 48, bias=bias, device="cuda", dtype=torch.float32)),
+        te.ops.Linear(64, 48, bias=bias, device="cuda", dtype=weights),
+        te.ops.Sequential(te.ops.Linear(64, 48, bias=bias, device="cuda", dtype=weights)),
     ):
         with torch.no_grad():
             for ours, theirs in zip(layer.parameters(), reference.parameters(), strict=True):
                 ours.copy_(theirs)
         x = torch.randn(40, 64, device="cuda")
         if ran:
-            layer(x).sum().backward()
+            layer(x.to(weights)).sum().backward()
         found = []
         for module in (layer, reference):
             module.zero_grad()
