@@ -105,5 +105,6 @@ def test_all_that_attention_saves_leaves_the_device(recipe):
         y.float().square().sum().backward()
         found.append([x.grad, *(parameter.grad for parameter in attention.parameters())])
         attention.zero_grad(set_to_none=True)
-    if not isinstance(recipe, DelayedScaling):  # whose scales differ from step to step
-        assert all(torch.equal(a, b) for a, b in zip(found[1], found[2], strict=True))
+    # Attention's kernel for gradients adds in any order, and delayed scaling's scales differ from step to step.
+    for kept, moved in zip(found[1], found[2], strict=True):
+        assert (kept.double() - moved.double()).norm() <= 0.05 * kept.double().norm()
