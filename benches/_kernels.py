@@ -27,7 +27,7 @@ BARRED = (8192, 8192)
 #: Prefixes of the timed kernels of te_fast, and of a copy; the read that fills L2 is torch's.
 KERNELS = ("activation", "amax", "cast", "dequantize", "norm", "scale", "Memcpy DtoD")
 
-Shape = tuple[int, int]
+Shape = tuple[int, ...]
 
 
 class Case(NamedTuple):

@@ -126,7 +126,8 @@ def launches(t: Tensors) -> dict[str, tuple[list[Callable[[], None]], float]]:
 
 def cases(shape: Shape) -> Iterator[Case]:
     """Every cast, its launches one after the other."""
-    for name, (calls, size) in launches(Tensors(*shape)).items():
+    rows, cols = shape
+    for name, (calls, size) in launches(Tensors(rows, cols)).items():
 
         def run(calls: list[Callable[[], None]] = calls) -> None:
             for call in calls:

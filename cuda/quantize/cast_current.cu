@@ -13,6 +13,9 @@
 // in shared memory. Then it takes tiles that no block keeps: those are read again for the cast, the latest ones first,
 // since L2 has them. While other blocks read a tensor's last tiles, a block with a free slot reads the next tensor's.
 //
+// Of many tensors, one of fewer tiles than there are blocks has a block for each tile. The blocks of the next tensor
+// begin where its blocks end, so that small tensors are cast side by side.
+//
 // A block waits only for tiles that running blocks have taken: a grid of any size ends, under any other load.
 //
 // Launch: blocks of 256 threads, no more than there are tiles or run at once; `slots` slots of dynamic shared memory.
@@ -156,18 +159,52 @@ struct Kept {
     uint32_t tensor, tile;
 };
 
+// The one tensor of a launch.
+struct OneTensor {
+    __device__ uint32_t from(uint32_t tensor) const { return tensor; }
+};
+// The tensors of many that a block works on, a bit each.
+struct OwnTensors {
+    const uint32_t (&words)[kManyTensors / 32];
+
+    // The first one from `tensor` on; kManyTensors if there is none.
+    __device__ uint32_t from(uint32_t tensor) const {
+        for (; tensor < kManyTensors; tensor = (tensor / 32 + 1) * 32) {
+            const uint32_t bits = words[tensor / 32] >> tensor % 32;
+            if (bits != 0) return tensor + __ffs(bits) - 1;
+        }
+        return kManyTensors;
+    }
+};
+static_assert(kManyTensors % 32 == 0);
+
+// Notes them, each warp some words. A barrier must follow.
+__device__ inline void note_own(const CastManyParams& p, const ScaleRule& rule, uint32_t (&words)[kManyTensors / 32]) {
+    for (uint32_t i = threadIdx.x; i < kManyTensors; i += kTileThreads) {
+        bool is_own = false;
+        if (i < p.entries) {
+            const uint32_t first = p.first[i], block = blockIdx.x;
+            const uint32_t ahead = block >= first ? block - first : block + gridDim.x - first;
+            is_own = ahead < Tensor(p.entry[i], rule).tiles;
+        }
+        const uint32_t bits = __ballot_sync(kFullWarp, is_own);
+        if (i % 32 == 0) words[i / 32] = bits;
+    }
+}
+
 // A block: its slots, and where it is among the tensors.
-template <Floating Stored, Floating In, Fp8 Out, Read kRead>
+template <Floating Stored, Floating In, Fp8 Out, Read kRead, typename Tensors>
 struct Caster {
     const ManyEntry* entry;
     uint32_t entries;
+    Tensors tensors;
     ScaleRule rule;
     uint32_t slots;
     CurrentWorkspace* workspace;
     BlockShared<In>& shared;
     Kept* kept;
     uint32_t oldest = 0, count = 0;  // of the slots
-    uint32_t reading = 0;            // the tensor whose tiles are read
+    uint32_t reading;                // the tensor whose tiles are read
     Ticket ticket;
     bool has_ticket = false, keep = false;
 
@@ -203,7 +240,7 @@ struct Caster {
             const uint32_t tile = ask_one([&] { return ticket.tile_to_read(tensor.tiles, keep); });
             has_ticket = false;
             if (tile == kNone) {
-                ++reading;
+                reading = tensors.from(reading + 1);
                 continue;
             }
             Raw8<In> raw[kPatch];
@@ -241,13 +278,15 @@ struct Caster {
     }
 };
 
-template <Floating Stored, Floating In, Fp8 Out, Read kRead>
-__device__ void cast_tensors(const ManyEntry* entry, uint32_t entries, const ScaleRule& rule, uint32_t slots,
-                             CurrentWorkspace* workspace) {
+template <Floating Stored, Floating In, Fp8 Out, Read kRead, typename Tensors>
+__device__ void cast_tensors(const ManyEntry* entry, uint32_t entries, Tensors tensors, const ScaleRule& rule,
+                             uint32_t slots, CurrentWorkspace* workspace) {
     __shared__ Kept kept[kCurrentSlots];
     __shared__ BlockShared<In> shared;
-    Caster<Stored, In, Out, kRead> caster{entry, entries, rule, slots, workspace, shared, kept};
-    for (uint32_t casting = 0; casting < entries; ++casting) {
+    const uint32_t first = tensors.from(0);
+    Caster<Stored, In, Out, kRead, Tensors> caster{entry, entries, tensors, rule, slots, workspace, shared, kept};
+    caster.reading = first;
+    for (uint32_t casting = first; casting < entries; casting = tensors.from(casting + 1)) {
         caster.read(casting);
         caster.cast_all(casting);
     }
@@ -259,13 +298,16 @@ __device__ void cast_tensors(const ManyEntry* entry, uint32_t entries, const Sca
 template <Floating In, Fp8 Out>
 __device__ void cast_current(const CastCurrentParams& p) {
     if (p.noop != nullptr && *p.noop == 1.0f) return;
-    cast_tensors<In, In, Out, Read::kSoon>(&p.entry, 1, p.rule, p.slots, p.workspace);
+    cast_tensors<In, In, Out, Read::kSoon>(&p.entry, 1, OneTensor{}, p.rule, p.slots, p.workspace);
 }
 
 template <Floating Stored, Floating In, Fp8 Out>
 __device__ void cast_current_many(const CastManyParams& p) {
     const ScaleRule rule{p.fp8_max, p.eps, p.pow2, 0};
-    cast_tensors<Stored, In, Out, Read::kLate>(p.entry, p.entries, rule, p.slots,
+    __shared__ uint32_t own[kManyTensors / 32];
+    note_own(p, rule, own);
+    __syncthreads();
+    cast_tensors<Stored, In, Out, Read::kLate>(p.entry, p.entries, OwnTensors{own}, rule, p.slots,
                                                static_cast<CurrentWorkspace*>(p.workspace));
 }
 

@@ -26,7 +26,7 @@ struct CastManyParams {
     float fp8_max;
     uint32_t slots;  // cast_current: of a block
     uint32_t unused;
-    uint32_t first[kManyTensors];  // block of each entry, ascending; cast_current: none
+    uint32_t first[kManyTensors];  // first block of each entry; cast_current: modulo the grid, else ascending
     ManyEntry entry[kManyTensors];
 };
 static_assert(sizeof(CastManyParams) == kCastManyParamsBytes, "kernel parameters end at 32764 bytes");

@@ -71,7 +71,7 @@ params! {
         pub slots: u32,
         /// 0.
         pub unused: u32,
-        /// First block of each entry; zeros under current scaling, whose blocks take tiles of all.
+        /// First block of each entry; modulo the number of blocks under current scaling, whose blocks cast many tiles each.
         pub first: [u32; MANY_TENSORS],
         /// The entries.
         pub entry: [ManyEntry<'a>; MANY_TENSORS],
@@ -234,14 +234,15 @@ impl CastManyPlan {
         }
         // A tensor without elements still has an inverse scale, unless scales belong to blocks.
         let least = u32::from(!matches!(self.scales, ManyScales::Block { .. }));
+        let tiles = place(&mut params, least)?;
         let grid = match self.scales {
             ManyScales::Current(_) => {
-                let tiles = params.entry[..casts.len()].iter().map(|entry| tiles_of(entry, least)).sum();
-                let blocks = Blocks::of(target, tiles, input.element_bytes(), BLOCKS_CURRENT_MANY);
+                let blocks = Blocks::of(target, tiles.into(), input.element_bytes(), BLOCKS_CURRENT_MANY);
                 params.slots = blocks.slots;
+                params.first.iter_mut().for_each(|first| *first %= blocks.grid.blocks[0].max(1));
                 blocks.grid
             }
-            _ => Grid::linear(place(&mut params, least)?, TILE_THREADS),
+            _ => Grid::linear(tiles, TILE_THREADS),
         };
         launch(target, input.cast(output, self.scales), grid, &params)
     }
