@@ -51,7 +51,7 @@ LAYERS: dict[str, set[str]] = {
     "convert": {"attention", "experts", "layers", "ops", "runtime", "state"},
     "graphed": {"graphs", "recipe", "runtime", "state", "tensor"},
     "losses": set(),
-    "offload": {"tensor"},
+    "offload": {"runtime", "tensor"},
     "optimizers": {"tensor"},
     "convert_checkpoint": {"state", "tensor"},
     "common": {"recipe"},

@@ -198,12 +198,24 @@ def test_tensors_that_share_memory_are_copied_together(copies):
     assert_same([leaf.grad for leaf in leaves], wanted)
 
 
+def test_weights_of_parts_stay(copies):
+    context, _ = te.get_cpu_offload_context(True, 1, 3)
+    layer = te.Linear(64, 96, parameters_split=("q", "k", "v"), bias=False, device="cpu")
+    with context:
+        y = layer(torch.ones(2, 64, requires_grad=True))
+    assert copies["out"] == 0
+    y.sum().backward()
+    assert all(parameter.grad.any() for parameter in layer.parameters())
+
+
 def test_a_small_part_of_memory_stays(copies):
     whole, leaf = torch.randn(8, 16, 32), torch.ones(16, 32, requires_grad=True)
     context, _ = te.get_cpu_offload_context(True, 1, 3)
     with context:
-        leaf * whole[3]
+        y = leaf * whole[3]
     assert copies["out"] == 0
+    y.sum().backward()
+    assert torch.equal(leaf.grad, whole[3])
 
 
 @pytest.mark.parametrize("kind", ["parameter", "view", "small", "marked", "overlapping"])
@@ -219,8 +231,9 @@ def test_what_stays(kind, copies):
     if kind == "marked":
         te.mark_not_offload(given, None)
     with context:
-        torch.ones_like(given).requires_grad_() * given
+        y = torch.ones_like(given).requires_grad_() * given
     assert copies["out"] == 0
+    y.sum().backward()
 
 
 def test_strides_come_back():

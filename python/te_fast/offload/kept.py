@@ -7,13 +7,13 @@ from typing import Any
 import torch
 
 from te_fast.errors import StateError
+from te_fast.runtime.parts import DO_NOT_OFFLOAD
 from te_fast.tensor.storage import QuantizedTensorStorage
 
 #: Copies of smaller tensors would cost more than they free.
 SMALLEST = 256 * 1024
 #: Devices whose tensors are offloaded.
 DEVICES = ("cuda",)
-_MARK = "_TE_do_not_offload"
 
 
 def mark_not_offload(*tensors: torch.Tensor | None) -> None:
@@ -36,13 +36,13 @@ def mark_not_offload(*tensors: torch.Tensor | None) -> None:
     """
     for tensor in tensors:
         if tensor is not None:
-            setattr(tensor, _MARK, True)
+            setattr(tensor, DO_NOT_OFFLOAD, True)
 
 
 def _may_leave(tensor: torch.Tensor) -> bool:
     base = tensor if tensor._base is None else tensor._base
     is_weight = isinstance(tensor, torch.nn.Parameter) or isinstance(base, torch.nn.Parameter)
-    return not is_weight and not hasattr(tensor, _MARK)
+    return not (is_weight or hasattr(tensor, DO_NOT_OFFLOAD) or hasattr(base, DO_NOT_OFFLOAD))
 
 
 def is_taken_apart(tensor: torch.Tensor) -> bool:

@@ -8,6 +8,9 @@ import torch
 
 from te_fast.runtime import main_grad, native
 
+#: Attribute of tensors that offloading contexts leave on the device.
+DO_NOT_OFFLOAD = "_TE_do_not_offload"
+
 
 def joined(parts: list[torch.Tensor]) -> torch.Tensor:
     """Concatenate in the parts' own type; ``torch.autocast`` refuses 16-bit types other than its own."""
@@ -37,7 +40,9 @@ def whole_of(parts: list[torch.Tensor]) -> torch.Tensor:
         return first
     rows = sum(part.shape[0] for part in parts)
     size, stride = (rows, *first.shape[1:]), first.stride()
-    return first.new_empty(0).set_(first.untyped_storage(), first.storage_offset(), size, stride)
+    whole = first.new_empty(0).set_(first.untyped_storage(), first.storage_offset(), size, stride)
+    setattr(whole, DO_NOT_OFFLOAD, True)  # the parts, which are parameters, keep its memory
+    return whole
 
 
 def lay_together(lists: list[list[torch.Tensor]]) -> None:
