@@ -4,6 +4,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyDictMethods;
 use te_fast_core::base::dtype::{DType, Device};
+use te_fast_core::base::pointer::DevPtr;
 use te_fast_core::base::tensor::TensorView;
 use te_fast_core::cuda::device::is_capturing;
 use te_fast_core::quant::value::{Quantized, WeightLayout};
@@ -13,7 +14,7 @@ use te_fast_core::{Error, Fp8};
 
 use crate::error::Failure;
 use crate::tensor::kind::{fp8_name, scale_count};
-use crate::tensor::value::QuantizedValue;
+use crate::tensor::value::{Outside, QuantizedValue};
 use crate::torch::operand::{fits, readable};
 use crate::torch::process::State;
 use crate::torch::reader::{instance_dict, view_of};
@@ -36,8 +37,15 @@ pub(crate) fn nominal_view<'a>(
     tensor: &'a Bound<'_, PyAny>,
     value: &Bound<'_, QuantizedValue>,
 ) -> Result<TensorView<'a>, Failure> {
-    let view = state.reader.read_outside(tensor)?.filter(|view| view.dtype().as_float().is_some());
-    let has_bytes = value.try_borrow()?.has_bytes();
+    let (known, has_bytes) = {
+        let value = value.try_borrow()?;
+        let known = value
+            .outside()
+            .and_then(|Outside { shape, dtype, device }| TensorView::new(DevPtr::null(), *device, *dtype, shape, None));
+        (known, value.has_bytes())
+    };
+    let view = if known.is_some() { known } else { state.reader.read_outside(tensor)? };
+    let view = view.filter(|view| view.dtype().as_float().is_some());
     view.filter(|_| has_bytes).ok_or_else(|| {
         let got = "one of another type, or whose bytes were freed";
         Error::dtype(OP, "a quantised parameter", "of float32, float16 or bfloat16, with data", got).into()

@@ -4,6 +4,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyAnyMethods, PyDictMethods, PyTuple};
+use smallvec::SmallVec;
 use te_fast_core::Error;
 use te_fast_core::base::dtype::{DType, Device};
 use te_fast_core::base::tensor::TensorView;
@@ -15,7 +16,7 @@ use te_fast_core::recipe::definition::Block;
 use te_fast_core::recipe::usage::Usage;
 
 use crate::error::Failure;
-use crate::tensor::value::QuantizedValue;
+use crate::tensor::value::{Outside, QuantizedValue};
 use crate::torch::operand::{contiguous_copy, fits};
 use crate::torch::process::{State, contiguous_strides};
 use crate::torch::reader::{Held, instance_dict, view_of};
@@ -247,6 +248,8 @@ pub(crate) fn quantizer_of(owner: &Bound<'_, PyAny>, kind: QuantizedKind, is_gra
 /// Memory of a value in FP8 that a call makes.
 pub(crate) struct Made<'py> {
     kind: QuantizedKind,
+    shape: SmallVec<[i64; 4]>,
+    device: Device,
     row: Bound<'py, PyAny>,
     row_scale: Bound<'py, PyAny>,
     /// The scale is the first number of a row of [`te_fast_core::ops::handover`].
@@ -279,7 +282,7 @@ impl<'py> Made<'py> {
         } else {
             None
         };
-        Ok(Self { kind, row, row_scale, is_table, col })
+        Ok(Self { kind, shape: shape.into(), device, row, row_scale, is_table, col })
     }
 
     /// The format of the value.
@@ -314,13 +317,14 @@ impl<'py> Made<'py> {
         let classes = classes(py)?;
         let class = if self.kind.block == Block::Tensor { &classes.per_tensor } else { &classes.block };
         let device = self.row.getattr(intern!(py, "device"))?;
+        let outside = Outside { shape: self.shape, dtype, device: self.device };
         let dtype = state.torch.dtype(py, dtype);
         // Without strides the tensor is contiguous.
         let arguments = (class, size, py.None(), py.None(), py.None(), dtype, &classes.strided, device);
         let made = classes.make_wrapper_subclass.bind(py).call1(arguments)?;
         let row_scale =
             if self.is_table { state.torch.in_storage_of(&self.row_scale, &[1], 0)? } else { self.row_scale };
-        let value = QuantizedValue::of_call(self.kind, (self.row, row_scale), self.col);
+        let value = QuantizedValue::of_call(self.kind, outside, (self.row, row_scale), self.col);
         let attributes = instance_dict(&made)?;
         attributes.set_item(intern!(py, "_value"), Bound::new(py, value)?)?;
         attributes.set_item(intern!(py, "_quantizer"), quantizer)?;

@@ -1,5 +1,6 @@
 //! Quantised tensors of users: the native half of `te_fast.tensor`.
 
+mod dequantize;
 pub(crate) mod given;
 pub(crate) mod handed;
 pub(crate) mod in_place;

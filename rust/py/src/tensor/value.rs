@@ -7,12 +7,11 @@ use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 use pyo3::{PyTraverseError, PyVisit};
 use smallvec::SmallVec;
-use te_fast_core::base::dtype::DType;
+use te_fast_core::base::dtype::{DType, Device};
 use te_fast_core::base::pointer::DevPtr;
 use te_fast_core::base::tensor::TensorView;
 use te_fast_core::ops::cast_block::scale_shape;
 use te_fast_core::ops::cast_groups::Division;
-use te_fast_core::ops::dequantize::{DequantizePlan, DequantizePointers, DequantizeSpec};
 use te_fast_core::ops::transpose::{TransposePlan, TransposePointers, TransposeSpec};
 use te_fast_core::program::QuantizedKind;
 use te_fast_core::quant::content::{Content, Versions};
@@ -24,6 +23,7 @@ use te_fast_core::{Error, Fp8};
 use crate::direct::call::DirectCall;
 use crate::direct::tensors::{contiguous, fp8_named, single_f32};
 use crate::error::IntoPython;
+use crate::tensor::dequantize::{dequantized, from_columns};
 use crate::tensor::kind::{block_numbered, block_shape, fp8_name, scale_count};
 use crate::torch::process::{State, contiguous_strides, state};
 use crate::torch::reader::view_of;
@@ -51,6 +51,14 @@ impl Layout {
     }
 }
 
+/// The shape, nominal type and device of the one tensor that has a value.
+#[derive(Clone, Debug)]
+pub(crate) struct Outside {
+    pub(crate) shape: Sizes,
+    pub(crate) dtype: DType,
+    pub(crate) device: Device,
+}
+
 /// A quantised value.
 #[pyclass(module = "te_fast._native", name = "QuantizedValue")]
 #[derive(Debug)]
@@ -64,6 +72,8 @@ pub(crate) struct QuantizedValue {
     /// Whether a column layout that a backward makes is kept; not if the bytes are gathered again for each backward.
     #[pyo3(get, set)]
     keeps_col: bool,
+    /// Known of a value that a call has made, and whose tensor nobody else has.
+    outside: Option<Outside>,
 }
 
 /// Rule of scales: whether from the tensor, smallest amax, whether powers of two.
@@ -88,7 +98,8 @@ impl QuantizedValue {
         let block = block_numbered(block)?;
         let layout = |data, scale| Layout { data, scale, content: Content::new() };
         let (row, col) = (layout(row, row_scale), layout(col, col_scale));
-        let value = Self { block, fp8: fp8_named(fp8)?, groups: groups.max(1), row, col, keeps_col: true };
+        let (fp8, groups) = (fp8_named(fp8)?, groups.max(1));
+        let value = Self { block, fp8, groups, row, col, keeps_col: true, outside: None };
         value.agree(py);
         Ok(value)
     }
@@ -199,7 +210,8 @@ impl QuantizedValue {
     /// Another value over the same bytes and scales.
     fn share(&self, py: Python<'_>) -> Self {
         let (row, col) = (self.row.shared(py), self.col.shared(py));
-        Self { block: self.block, fp8: self.fp8, groups: self.groups, row, col, keeps_col: self.keeps_col }
+        let &Self { block, fp8, groups, keeps_col, .. } = self;
+        Self { block, fp8, groups, row, col, keeps_col, outside: None }
     }
 
     /// Notes that others have written the bytes of the row layout.
@@ -371,6 +383,11 @@ impl QuantizedValue {
         QuantizedKind { dtype: self.fp8, block: self.block, usage }
     }
 
+    /// What its tensor is, if that is known.
+    pub(crate) const fn outside(&self) -> Option<&Outside> {
+        self.outside.as_ref()
+    }
+
     /// Whether there are bytes in either layout.
     pub(crate) const fn has_bytes(&self) -> bool {
         self.row.data.is_some() || self.col.data.is_some()
@@ -391,9 +408,11 @@ impl QuantizedValue {
         &self.row.content
     }
 
-    /// A value that a call has made: bytes and scales of its row layout and of its column layout, with equal values.
+    /// A value that a call has made for one tensor: bytes and scales of its row layout and of its column layout, with
+    /// equal values.
     pub(crate) fn of_call<'py>(
         kind: QuantizedKind,
+        outside: Outside,
         (row, row_scale): (Bound<'py, PyAny>, Bound<'py, PyAny>),
         col: Option<(Bound<'py, PyAny>, Option<Bound<'py, PyAny>>)>,
     ) -> Self {
@@ -404,7 +423,8 @@ impl QuantizedValue {
         };
         let col = col.map_or_else(Layout::default, |(data, scale)| layout(data, scale));
         let row = layout(row, Some(row_scale));
-        let value = Self { block: kind.block, fp8: kind.dtype, groups: 1, row, col, keeps_col: true };
+        let (block, fp8, outside) = (kind.block, kind.dtype, Some(outside));
+        let value = Self { block, fp8, groups: 1, row, col, keeps_col: true, outside };
         if value.col.data.is_some() {
             value.col.content.agree(&value.row.content, [Some(0), Some(0)]); // versions of new memory
         }
@@ -472,7 +492,7 @@ impl QuantizedValue {
     pub(crate) fn of_row((block, groups): (Block, usize), fp8: Fp8, row: [Bound<'_, PyAny>; 2]) -> Self {
         let [data, scale] = row.map(|tensor| Some(tensor.unbind()));
         let row = Layout { data, scale, content: Content::new() };
-        Self { block, fp8, groups, row, col: Layout::default(), keeps_col: true }
+        Self { block, fp8, groups, row, col: Layout::default(), keeps_col: true, outside: None }
     }
 
     /// The shape of its scales, and its FP8 type.
@@ -517,7 +537,7 @@ impl QuantizedValue {
     ) -> Self {
         let layout = |data, scale| Layout { data, scale, content: Content::new() };
         let (row, col) = (layout(row, row_scale), layout(col, col_scale));
-        let value = Self { block: first.block, fp8: first.fp8, groups, row, col, keeps_col };
+        let value = Self { block: first.block, fp8: first.fp8, groups, row, col, keeps_col, outside: None };
         value.agree(py);
         value
     }
@@ -732,69 +752,4 @@ fn kept_or_new<'py>(
         }
     }
     call.empty(size, DType::F32)
-}
-
-/// FP8 bytes of a layout, under their scales, as a tensor of `dtype` and their shape.
-fn dequantized<'py>(
-    state: &State,
-    (data, scale): (&Bound<'py, PyAny>, &Bound<'py, PyAny>),
-    (block, input, groups): (Block, Fp8, usize),
-    dtype: &Bound<'py, PyAny>,
-    columnwise: bool,
-) -> PyResult<Bound<'py, PyAny>> {
-    const OP: &str = "dequantize";
-    let py = data.py();
-    let floats = [DType::F32, DType::F16, DType::Bf16];
-    let Some(output) = floats.into_iter().find(|&float| state.torch.dtype(py, float).is(dtype)) else {
-        return Err(Error::dtype(OP, "dtype", "float32, float16 or bfloat16", dtype)).python();
-    };
-    let q = view_of(&state.reader, data, "data of the quantised tensor").python()?;
-    let scales = view_of(&state.reader, scale, "scales of the quantised tensor").python()?;
-    let call = DirectCall::new(state, py, OP, q.device())?;
-    call.same_device(&scales, "scales of the quantised tensor")?;
-    call.dtype(&scales, "scales of the quantised tensor", DType::F32)?;
-    // The dimensions that are counted together are the last ones of a column layout.
-    let lines = q.shape().get(usize::from(groups != 1)).map_or(1, |&size| size as usize);
-    let one = q.numel() / groups;
-    let (rows, cols) = if columnwise { (lines, one / lines.max(1)) } else { (q.rows() / groups, q.cols()) };
-    let block = block_shape(block);
-    let out = call.empty(q.shape(), output)?;
-    if q.numel() == 0 {
-        return Ok(out);
-    }
-    let count = block.map_or(1, |block| scale_shape(block, rows, cols).iter().product());
-    match block {
-        _ if groups != 1 && scales.numel() == groups * count => {}
-        None if scales.numel() == groups => {}
-        Some(block) if groups == 1 => {
-            let expected = scale_shape(block, rows, cols).map(|size| size as i64);
-            call.shape(&scales, "scales of the quantised tensor", &expected)?;
-        }
-        _ => {
-            let expected = format!("{} scales", groups * count);
-            return Err(Error::shape(OP, "scales", expected, format_args!("{:?}", scales.shape()))).python();
-        }
-    }
-    let Some(output) = output.as_float() else { return Ok(out) };
-    let plan = DequantizePlan::new(DequantizeSpec { rows, cols, ld: cols, input, output, block }).python()?;
-    let to = call.pointer(Some(&out))?;
-    let of_group = |group: usize| DequantizePointers {
-        q: q.data().offset(group * one),
-        out: to.offset(group * one * output.size()),
-        scale_inv: scales.data().offset(group * count * size_of::<f32>()),
-    };
-    call.run(0, |target, _| (0..groups).try_for_each(|group| plan.run(target, &of_group(group))))?;
-    Ok(out)
-}
-
-/// The tensor, or the stack of them, whose column layout, dequantised, is `columns`.
-fn from_columns<'py>(columns: &Bound<'py, PyAny>, groups: usize) -> PyResult<Bound<'py, PyAny>> {
-    let py = columns.py();
-    if groups != 1 {
-        let rows = columns.call_method1(intern!(py, "transpose"), (-1, -2))?;
-        return rows.call_method0(intern!(py, "contiguous"));
-    }
-    let dims = columns.call_method0(intern!(py, "dim"))?.extract::<i64>()?;
-    let order: Vec<i64> = (1..dims).chain(0..dims.min(1)).collect();
-    columns.call_method1(intern!(py, "permute"), (order,))?.call_method0(intern!(py, "contiguous"))
 }
