@@ -7,7 +7,7 @@ import torch
 
 import te_fast.pytorch as te
 from attention_reference import F64, rotate
-from te_fast.errors import ShapeError, UnsupportedError
+from te_fast.errors import ArgumentError, ShapeError, UnsupportedError
 from te_fast.pytorch.attention.rope import apply_fused_qkv_rotary_pos_emb, apply_rotary_pos_emb
 from te_fast.runtime.compiling import CAN_COMPILE
 
@@ -116,6 +116,57 @@ def test_of_the_product_of_queries_keys_and_values(fmt, interleaved):
     assert torch.equal(v, qkv[..., 3 * D :])
 
 
+def chunks_of(t, ranks, rank, dim):
+    """The two chunks of a rank."""
+    chunks = t.chunk(2 * ranks, dim)
+    return torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]], dim)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("fmt", ["sbhd", "bshd"])
+def test_ranks_that_share_sequences_have_the_angles_of_their_tokens(fmt, ranks, fused):
+    dim, of_t = fmt.index("s"), angles(24)
+    whole = torch.randn(24, 2, H, D) if fmt == "sbhd" else torch.randn(2, 24, H, D)
+    grad = torch.randn_like(whole)
+    options = {"tensor_format": fmt, "fused": fused}
+    leaf = whole.clone().requires_grad_()
+    y = apply_rotary_pos_emb(leaf, of_t, **options)
+    y.backward(grad)
+    for rank in range(ranks):
+        part = chunks_of(whole, ranks, rank, dim).requires_grad_()
+        out = apply_rotary_pos_emb(part, of_t, cp_size=ranks, cp_rank=rank, **options)
+        assert torch.equal(out, chunks_of(y, ranks, rank, dim))
+        out.backward(chunks_of(grad, ranks, rank, dim))
+        assert torch.equal(part.grad, chunks_of(leaf.grad, ranks, rank, dim))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_ranks_that_share_packed_sequences(fused):
+    lengths, ranks, of_t = [8, 0, 16, 4], 2, angles(24)
+    ends = torch.tensor([0, *lengths]).cumsum(0).int()
+    whole = torch.randn(sum(lengths), H, D)
+    options = {"tensor_format": "thd", "fused": fused, "cu_seqlens": ends}
+    y = apply_rotary_pos_emb(whole, of_t, **options)
+    for rank in range(ranks):
+        part, wanted = (
+            torch.cat([chunks_of(t, ranks, rank, 0) for t in tensor.split(lengths) if len(t)])
+            for tensor in (whole, y)
+        )
+        out = apply_rotary_pos_emb(part, of_t, cp_size=ranks, cp_rank=rank, **options)
+        assert torch.equal(out, wanted)
+
+
+def test_ranks_that_share_the_product_of_queries_keys_and_values():
+    of_t, qkv = angles(24), torch.randn(24, B, 2, 3 * D)
+    whole = apply_fused_qkv_rotary_pos_emb(qkv, of_t, of_t, [D, D, D])
+    for rank in range(2):
+        part = chunks_of(qkv, 2, rank, 0)
+        found = apply_fused_qkv_rotary_pos_emb(part, of_t, of_t, [D, D, D], cp_size=2, cp_rank=rank)
+        for out, wanted in zip(found, whole, strict=True):
+            assert torch.equal(out, chunks_of(wanted, 2, rank, 0))
+
+
 @compiles
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [D, 4])
@@ -145,7 +196,16 @@ def test_a_graph_has_the_gradients_of_eager(width, dtype):
         ((S, B, D), (16, 1, 1, D), {}, ShapeError, "4 dimensions"),
         ((S, H, D), (16, 1, 1, D), {"tensor_format": "thd"}, ShapeError, "cu_seqlens must say"),
         ((S, B, H, D), (16, 1, 1, D), {"tensor_format": "sbdh"}, ShapeError, "tensor_format"),
-        ((S, B, H, D), (16, 1, 1, D), {"cp_size": 2}, UnsupportedError, "cp_size=2"),
+        ((S, B, H, D), (11, 1, 1, D), {"cp_size": 2}, ShapeError, "11 positions, and 12 tokens"),
+        ((5, B, H, D), (16, 1, 1, D), {"cp_size": 2}, ShapeError, "two chunks .*, got 5 tokens"),
+        ((S, B, H, D), (16, 1, 1, D), {"cp_size": 2, "cp_rank": 2}, ArgumentError, "from 0 to"),
+        (
+            (S, B, H, D),
+            (16, 1, 1, D),
+            {"cp_size": 2, "start_positions": torch.zeros(B, dtype=torch.int32)},
+            UnsupportedError,
+            "cp_size=2",
+        ),
     ],
 )
 def test_bad_calls(t, freqs, options, error, match):

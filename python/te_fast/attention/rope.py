@@ -10,7 +10,7 @@ import torch
 from torch.compiler import is_compiling
 
 from te_fast.attention import operators
-from te_fast.errors import DtypeError, ShapeError, UnsupportedError
+from te_fast.errors import ArgumentError, DtypeError, ShapeError, UnsupportedError
 from te_fast.runtime import native
 from te_fast.runtime.compiling import is_exporting, is_unseen
 from te_fast.runtime.device import default_device
@@ -389,12 +389,50 @@ def split_rotated(
     return parts if order is None else tuple([part.permute(order) for part in parts])
 
 
+class ContextShare(NamedTuple):
+    """Which tokens of a sequence a rank has under context parallelism.
+
+    A sequence has two chunks a rank. Rank r has chunk r and chunk 2 · ranks - 1 - r, so that all ranks have equal work
+    under a causal mask.
+
+    Parameters
+    ----------
+    ranks, rank : int
+        Ranks that share each sequence, and the number of this one.
+    """
+
+    ranks: int = 1
+    rank: int = 0
+
+    def first(self, half: Any) -> Any:
+        """Return the position of the first chunk's first token; `half` is the length of a chunk."""
+        return self.rank * half
+
+    def second(self, half: Any) -> Any:
+        """Return the position of the second chunk's first token."""
+        return (2 * self.ranks - 1 - self.rank) * half
+
+
+_WHOLE = ContextShare()
+
+
+def _share_of(cp_size: int, cp_rank: int, start_positions: torch.Tensor | None) -> ContextShare:
+    if not 0 <= cp_rank < cp_size:
+        message = f"{_OP}: cp_rank must be from 0 to cp_size - 1, got cp_rank={cp_rank}, cp_size={cp_size}"
+        raise ArgumentError(message)
+    if cp_size != 1 and start_positions is not None:
+        message = f"{_OP}: start_positions are not supported under context parallelism (cp_size={cp_size})"
+        raise UnsupportedError(message)
+    return ContextShare(cp_size, cp_rank)
+
+
 def waves_of(
     freqs: torch.Tensor,
     shape: torch.Size,
     tensor_format: str,
     start_positions: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
+    share: ContextShare = _WHOLE,
     *,
     interleaved: bool,
 ) -> Waves:
@@ -402,7 +440,7 @@ def waves_of(
 
     Parameters
     ----------
-    freqs, shape, tensor_format, start_positions, cu_seqlens
+    freqs, shape, tensor_format, start_positions, cu_seqlens, share
         As of :func:`angles_of`.
     interleaved : bool
         Which channels make a pair.
@@ -411,10 +449,10 @@ def waves_of(
         length = shape[1 if tensor_format == "bshd" else 0]
         return _last_waves.of(
             (freqs,),
-            (interleaved, tensor_format, length),
-            lambda: _waves(angles_of(freqs, shape, tensor_format), interleaved),
+            (interleaved, tensor_format, length, share),
+            lambda: _waves(angles_of(freqs, shape, tensor_format, share=share), interleaved),
         )
-    placed = angles_of(freqs, shape, tensor_format, start_positions, cu_seqlens)
+    placed = angles_of(freqs, shape, tensor_format, start_positions, cu_seqlens, share)
     return _waves(placed, interleaved)
 
 
@@ -474,6 +512,7 @@ def angles_of(
     tensor_format: str,
     start_positions: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
+    share: ContextShare = _WHOLE,
 ) -> torch.Tensor:
     """Return the angles of each position of heads in a format, as they broadcast to those.
 
@@ -488,28 +527,43 @@ def angles_of(
     start_positions : torch.Tensor, optional
         ``(batch,)``, the position of each sequence's first token.
     cu_seqlens : torch.Tensor, optional
-        ``(batch + 1,)``, where sequences begin in ``thd``.
+        ``(batch + 1,)``, where sequences begin in ``thd``, those of all ranks together.
+    share : ContextShare
+        The tokens of this rank.
 
     Raises
     ------
     ShapeError
-        If there are fewer angles than positions.
+        If there are fewer angles than positions, or ranks share an odd number of tokens.
     """
     if tensor_format == "thd":
         assert cu_seqlens is not None
+        if share.ranks != 1:
+            cu_seqlens = cu_seqlens // share.ranks
         rows = torch.arange(shape[0], device=freqs.device)
         sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), rows, right=True)
         last = cu_seqlens.shape[0] - 2
         positions = rows - cu_seqlens[sequence.clamp_max(last)]
         if start_positions is not None:
             positions = positions + start_positions[sequence.clamp_max(last)]
+        if share.ranks != 1:
+            half = cu_seqlens.diff()[sequence.clamp_max(last)] // 2
+            first, second = share.first(half), share.second(half) - half
+            positions = positions + torch.where(positions < half, first, second)
         # Rows after the last sequence belong to no sequence, and are not read.
         return freqs[positions.clamp(0, freqs.shape[0] - 1), 0]
     batch_first = tensor_format == "bshd"
     length = shape[1] if batch_first else shape[0]
-    if length > freqs.shape[0]:
-        message = f"{_OP}: there are angles for {freqs.shape[0]} positions, and {length} tokens"
+    if length * share.ranks > freqs.shape[0]:
+        message = f"{_OP}: there are angles for {freqs.shape[0]} positions, and {length * share.ranks} tokens"
         raise ShapeError(message)
+    if share.ranks != 1:
+        if length % 2:
+            message = f"{_OP}: under context parallelism a rank has two chunks of each sequence, got {length} tokens"
+            raise ShapeError(message)
+        begins = [begin(length // 2) for begin in (share.first, share.second)]
+        found = torch.cat([freqs[begin : begin + length // 2] for begin in begins])
+        return found.transpose(0, 1) if batch_first else found
     if start_positions is None:
         if length == freqs.shape[0]:
             return freqs.transpose(0, 1) if batch_first else freqs
@@ -552,7 +606,9 @@ def apply_rotary_pos_emb(
     cu_seqlens : torch.Tensor, optional
         ``(b + 1,)``, int32: where sequences begin in ``thd``.
     cp_size, cp_rank : int
-        Context parallelism; one rank only.
+        Context parallelism: the number of ranks that share each sequence, and this one's. A sequence has two chunks a
+        rank; `t` has chunk ``cp_rank`` and chunk ``2 cp_size - 1 - cp_rank`` of each, `freqs` and `cu_seqlens` are
+        those of whole sequences.
 
     Returns
     -------
@@ -563,8 +619,10 @@ def apply_rotary_pos_emb(
     ------
     ShapeError
         If a shape or format does not fit, or `cu_seqlens` is missing.
+    ArgumentError
+        If `cp_rank` is none of the ranks.
     UnsupportedError
-        For `cp_size` over 1.
+        For `start_positions` with `cp_size` over 1.
 
     See Also
     --------
@@ -582,9 +640,7 @@ def apply_rotary_pos_emb(
     >>> torch.equal(rotated[0], q[0]), torch.equal(rotated[1], q[1])
     (True, False)
     """
-    if cp_size != 1:
-        message = f"{_OP}: context parallelism (cp_size={cp_size}) is not supported yet"
-        raise UnsupportedError(message)
+    share = _share_of(cp_size, cp_rank, start_positions)
     for name, tensor in (("t", t), ("freqs", freqs)):
         if not isinstance(tensor, torch.Tensor):
             message = f"{_OP}: {name} must be a torch.Tensor, got {type(tensor).__name__}"
@@ -595,10 +651,16 @@ def apply_rotary_pos_emb(
         raise ShapeError(message)
     if fused:
         placed = waves_of(
-            freqs, t.shape, tensor_format, start_positions, cu_seqlens, interleaved=interleaved
+            freqs,
+            t.shape,
+            tensor_format,
+            start_positions,
+            cu_seqlens,
+            share,
+            interleaved=interleaved,
         )
         return rotate(t, placed, interleaved=interleaved)
-    angles = angles_of(freqs, t.shape, tensor_format, start_positions, cu_seqlens)
+    angles = angles_of(freqs, t.shape, tensor_format, start_positions, cu_seqlens, share)
     return _rotate_rounding(t, angles, interleaved=interleaved)
 
 
@@ -640,8 +702,10 @@ def apply_fused_qkv_rotary_pos_emb(
     ------
     ShapeError
         If a shape or format does not fit.
+    ArgumentError
+        If `cp_rank` is none of the ranks.
     UnsupportedError
-        For ``thd`` and for `cp_size` over 1.
+        For ``thd``, and for `start_positions` with `cp_size` over 1.
 
     See Also
     --------
@@ -661,6 +725,7 @@ def apply_fused_qkv_rotary_pos_emb(
     if tensor_format == "thd":
         message = "apply_fused_qkv_rotary_pos_emb: tensor_format='thd' is not supported"
         raise UnsupportedError(message)
+    share = _share_of(cp_size, cp_rank, start_positions)
     sizes = list(qkv_split_arg_list)
     if len(sizes) != 3 or sum(sizes) != qkv.shape[-1] or sizes[0] % sizes[1]:
         message = (
@@ -674,7 +739,9 @@ def apply_fused_qkv_rotary_pos_emb(
     for freqs in angles:
         _check(qkv.new_empty(0, 0, 0, sizes[1]), freqs, tensor_format)
     of_q, of_k = (
-        waves_of(freqs, qkv.shape, tensor_format, start_positions, interleaved=interleaved)
+        waves_of(
+            freqs, qkv.shape, tensor_format, start_positions, share=share, interleaved=interleaved
+        )
         for freqs in angles
     )
     packed = qkv.flatten(-2)
