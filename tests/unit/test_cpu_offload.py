@@ -191,6 +191,7 @@ def test_tensors_that_share_memory_are_copied_together(copies):
     synchronize(y)
     assert copies["out"] == 1
     assert memory.on_host.numel() == whole.numel() * 4
+    assert context.offload_synchronizer.get_offloaded_total_size_mb() == whole.nbytes / 2**20
     memory.release()
     whole.zero_()
     y.sum().backward()

@@ -122,14 +122,16 @@ def chunks_of(t, ranks, rank, dim):
     return torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]], dim)
 
 
+@pytest.mark.parametrize("starts", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("fmt", ["sbhd", "bshd"])
-def test_ranks_that_share_sequences_have_the_angles_of_their_tokens(fmt, ranks, fused):
-    dim, of_t = fmt.index("s"), angles(24)
+def test_ranks_that_share_sequences_have_the_angles_of_their_tokens(fmt, ranks, fused, starts):
+    dim, of_t = fmt.index("s"), angles(30)
     whole = torch.randn(24, 2, H, D) if fmt == "sbhd" else torch.randn(2, 24, H, D)
     grad = torch.randn_like(whole)
-    options = {"tensor_format": fmt, "fused": fused}
+    start = torch.tensor([0, 5]) if starts else None
+    options = {"tensor_format": fmt, "fused": fused, "start_positions": start}
     leaf = whole.clone().requires_grad_()
     y = apply_rotary_pos_emb(leaf, of_t, **options)
     y.backward(grad)
@@ -141,12 +143,15 @@ def test_ranks_that_share_sequences_have_the_angles_of_their_tokens(fmt, ranks, 
         assert torch.equal(part.grad, chunks_of(leaf.grad, ranks, rank, dim))
 
 
+@pytest.mark.parametrize("starts", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
-def test_ranks_that_share_packed_sequences(fused):
+def test_ranks_that_share_packed_sequences(fused, starts):
     lengths, ranks, of_t = [8, 0, 16, 4], 2, angles(24)
+    start = torch.tensor([3, 1, 0, 7]) if starts else None
     ends = torch.tensor([0, *lengths]).cumsum(0).int()
     whole = torch.randn(sum(lengths), H, D)
     options = {"tensor_format": "thd", "fused": fused, "cu_seqlens": ends}
+    options["start_positions"] = start
     y = apply_rotary_pos_emb(whole, of_t, **options)
     for rank in range(ranks):
         part, wanted = (
@@ -199,13 +204,6 @@ def test_a_graph_has_the_gradients_of_eager(width, dtype):
         ((S, B, H, D), (11, 1, 1, D), {"cp_size": 2}, ShapeError, "11 positions, and 12 tokens"),
         ((5, B, H, D), (16, 1, 1, D), {"cp_size": 2}, ShapeError, "two chunks .*, got 5 tokens"),
         ((S, B, H, D), (16, 1, 1, D), {"cp_size": 2, "cp_rank": 2}, ArgumentError, "from 0 to"),
-        (
-            (S, B, H, D),
-            (16, 1, 1, D),
-            {"cp_size": 2, "start_positions": torch.zeros(B, dtype=torch.int32)},
-            UnsupportedError,
-            "cp_size=2",
-        ),
     ],
 )
 def test_bad_calls(t, freqs, options, error, match):

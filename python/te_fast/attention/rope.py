@@ -404,25 +404,25 @@ class ContextShare(NamedTuple):
     ranks: int = 1
     rank: int = 0
 
-    def first(self, half: Any) -> Any:
-        """Return the position of the first chunk's first token; `half` is the length of a chunk."""
-        return self.rank * half
+    def begins(self, half: Any) -> tuple[Any, Any]:
+        """Return the positions of both chunks' first tokens; `half` is the length of a chunk."""
+        return self.rank * half, (2 * self.ranks - 1 - self.rank) * half
 
-    def second(self, half: Any) -> Any:
-        """Return the position of the second chunk's first token."""
-        return (2 * self.ranks - 1 - self.rank) * half
+    def positions(self, tokens: torch.Tensor, half: Any) -> torch.Tensor:
+        """Return the positions of this rank's tokens in their sequence, from their numbers on the rank."""
+        if self.ranks == 1:
+            return tokens
+        first, second = self.begins(half)
+        return tokens + torch.where(tokens < half, first, second - half)
 
 
 _WHOLE = ContextShare()
 
 
-def _share_of(cp_size: int, cp_rank: int, start_positions: torch.Tensor | None) -> ContextShare:
+def _share_of(cp_size: int, cp_rank: int) -> ContextShare:
     if not 0 <= cp_rank < cp_size:
         message = f"{_OP}: cp_rank must be from 0 to cp_size - 1, got cp_rank={cp_rank}, cp_size={cp_size}"
         raise ArgumentError(message)
-    if cp_size != 1 and start_positions is not None:
-        message = f"{_OP}: start_positions are not supported under context parallelism (cp_size={cp_size})"
-        raise UnsupportedError(message)
     return ContextShare(cp_size, cp_rank)
 
 
@@ -543,13 +543,11 @@ def angles_of(
         rows = torch.arange(shape[0], device=freqs.device)
         sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), rows, right=True)
         last = cu_seqlens.shape[0] - 2
-        positions = rows - cu_seqlens[sequence.clamp_max(last)]
+        sequence = sequence.clamp_max(last)
+        half = cu_seqlens.diff()[sequence] // 2
+        positions = share.positions(rows - cu_seqlens[sequence], half)
         if start_positions is not None:
-            positions = positions + start_positions[sequence.clamp_max(last)]
-        if share.ranks != 1:
-            half = cu_seqlens.diff()[sequence.clamp_max(last)] // 2
-            first, second = share.first(half), share.second(half) - half
-            positions = positions + torch.where(positions < half, first, second)
+            positions = positions + start_positions[sequence]
         # Rows after the last sequence belong to no sequence, and are not read.
         return freqs[positions.clamp(0, freqs.shape[0] - 1), 0]
     batch_first = tensor_format == "bshd"
@@ -557,19 +555,19 @@ def angles_of(
     if length * share.ranks > freqs.shape[0]:
         message = f"{_OP}: there are angles for {freqs.shape[0]} positions, and {length * share.ranks} tokens"
         raise ShapeError(message)
-    if share.ranks != 1:
-        if length % 2:
-            message = f"{_OP}: under context parallelism a rank has two chunks of each sequence, got {length} tokens"
-            raise ShapeError(message)
-        begins = [begin(length // 2) for begin in (share.first, share.second)]
-        found = torch.cat([freqs[begin : begin + length // 2] for begin in begins])
-        return found.transpose(0, 1) if batch_first else found
+    if share.ranks != 1 and length % 2:
+        message = f"{_OP}: under context parallelism a rank has two chunks of each sequence, got {length} tokens"
+        raise ShapeError(message)
     if start_positions is None:
+        if share.ranks != 1:
+            begins = share.begins(length // 2)
+            found = torch.cat([freqs[begin : begin + length // 2] for begin in begins])
+            return found.transpose(0, 1) if batch_first else found
         if length == freqs.shape[0]:
             return freqs.transpose(0, 1) if batch_first else freqs
         return freqs[:length].transpose(0, 1) if batch_first else freqs[:length]
     batch = shape[0] if batch_first else shape[1]
-    steps = torch.arange(length, device=freqs.device)
+    steps = share.positions(torch.arange(length, device=freqs.device), length // 2)
     positions = start_positions[:batch, None] + steps
     found = freqs[positions.clamp(0, freqs.shape[0] - 1), 0]  # (batch, length, 1, d_rot)
     return found if batch_first else found.transpose(0, 1)
@@ -621,8 +619,6 @@ def apply_rotary_pos_emb(
         If a shape or format does not fit, or `cu_seqlens` is missing.
     ArgumentError
         If `cp_rank` is none of the ranks.
-    UnsupportedError
-        For `start_positions` with `cp_size` over 1.
 
     See Also
     --------
@@ -640,7 +636,7 @@ def apply_rotary_pos_emb(
     >>> torch.equal(rotated[0], q[0]), torch.equal(rotated[1], q[1])
     (True, False)
     """
-    share = _share_of(cp_size, cp_rank, start_positions)
+    share = _share_of(cp_size, cp_rank)
     for name, tensor in (("t", t), ("freqs", freqs)):
         if not isinstance(tensor, torch.Tensor):
             message = f"{_OP}: {name} must be a torch.Tensor, got {type(tensor).__name__}"
@@ -705,7 +701,7 @@ def apply_fused_qkv_rotary_pos_emb(
     ArgumentError
         If `cp_rank` is none of the ranks.
     UnsupportedError
-        For ``thd``, and for `start_positions` with `cp_size` over 1.
+        For ``thd``.
 
     See Also
     --------
@@ -725,7 +721,7 @@ def apply_fused_qkv_rotary_pos_emb(
     if tensor_format == "thd":
         message = "apply_fused_qkv_rotary_pos_emb: tensor_format='thd' is not supported"
         raise UnsupportedError(message)
-    share = _share_of(cp_size, cp_rank, start_positions)
+    share = _share_of(cp_size, cp_rank)
     sizes = list(qkv_split_arg_list)
     if len(sizes) != 3 or sum(sizes) != qkv.shape[-1] or sizes[0] % sizes[1]:
         message = (

@@ -115,6 +115,11 @@ class OffloadSynchronizer:
 
     # Forward --------------------------------------------------------------------------------------
 
+    def get_offloaded_total_size_mb(self) -> float:
+        """Return the size in MiB of what the last forward has in the host's memory."""
+        kept = [one for layer in self._now.layers for one in layer.kept.values()]
+        return sum(one.on_host.nbytes for one in kept if one.on_host is not None) / 2**20
+
     def begin_layer(self) -> tuple[_Layers, int]:
         """Go to the next layer, from the last to the first; return the forward and the layer's number."""
         if self._now.last + 1 >= self.num_layers:
@@ -284,6 +289,11 @@ class _OffloadContext(contextlib.ContextDecorator):
         self._synchronizer = synchronizer
         self._hooks: Any = None
         self._layer: tuple[_Layers, int] | None = None
+
+    @property
+    def offload_synchronizer(self) -> OffloadSynchronizer:
+        """The synchronizer of all layers."""
+        return self._synchronizer
 
     def __enter__(self) -> _OffloadContext:
         """Go to the next layer."""
