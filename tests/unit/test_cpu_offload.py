@@ -199,14 +199,74 @@ def test_tensors_that_share_memory_are_copied_together(copies):
     assert_same([leaf.grad for leaf in leaves], wanted)
 
 
-def test_weights_of_parts_stay(copies):
+@pytest.mark.parametrize("recipe", [None, Float8CurrentScaling(backward_override="high_precision")])
+@pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear", "GroupedLinear"])
+def test_weights_of_parts_stay(kind, recipe):
     context, _ = te.get_cpu_offload_context(True, 1, 3)
-    layer = te.Linear(64, 96, parameters_split=("q", "k", "v"), bias=False, device="cpu")
-    with context:
-        y = layer(torch.ones(2, 64, requires_grad=True))
-    assert copies["out"] == 0
+    options = {"bias": False, "device": "cpu"}
+    if kind == "GroupedLinear":
+        layer, extras = te.GroupedLinear(3, 64, 96, **options), ([8, 0, 8],)
+    else:
+        layer, extras = getattr(te, kind)(64, 96, parameters_split=("q", "k", "v"), **options), ()
+    with context, te.autocast(enabled=recipe is not None, recipe=recipe):
+        y = layer(torch.ones(16, 64, requires_grad=True), *extras)
+    kept = context._synchronizer._now.layers[0].kept.values()
+    assert all(one.on_host is None or one.on_host.nbytes < 96 * 64 * 4 for one in kept)
     y.sum().backward()
-    assert all(parameter.grad.any() for parameter in layer.parameters())
+    assert all(parameter.grad is not None for parameter in layer.parameters())
+
+
+def test_a_small_part_that_is_saved_first_leaves_with_the_others(copies):
+    whole, leaves = (
+        torch.randn(8, 16, 32),
+        [torch.ones(n, 16, 32, requires_grad=True) for n in (1, 7)],
+    )
+    context, synchronize = te.get_cpu_offload_context(True, 1, 3)
+    with context:
+        y = (leaves[0] * whole[:1]).sum() + (leaves[1] * whole[1:]).sum()
+    synchronize(y)
+    assert copies["out"] == 1
+    (memory,) = context._synchronizer._now.layers[0].kept.values()
+    memory.release()
+    y.backward()
+    assert_same([leaf.grad for leaf in leaves], [whole[:1], whole[1:]])
+
+
+def test_a_write_after_the_copy_is_not_read():
+    context, synchronize, controller = te.get_cpu_offload_context(
+        True, model_layers=1, manual_synchronization=True
+    )
+    given, leaf = torch.randn(32, 64), torch.ones(32, 64, requires_grad=True)
+    wanted = given.clone()
+    with context:
+        y = leaf * given
+    synchronize(y)
+    controller.start_offload_layer(0)
+    given.add_(1)
+    y.sum().backward()
+    assert torch.equal(leaf.grad, wanted)
+
+
+def test_a_second_offload_of_a_layer_shares_no_buffer(copies):
+    context, synchronize, controller = te.get_cpu_offload_context(
+        True, model_layers=1, manual_synchronization=True, retain_pinned_cpu_buffers=True
+    )
+    for _ in range(2):
+        given = [torch.randn(16, 32) for _ in range(2)]
+        leaves = [torch.ones(16, 32, requires_grad=True) for _ in range(2)]
+        with context:
+            products = [leaf * each for leaf, each in zip(leaves, given, strict=True)]
+            y = products[1] * 1.0
+        synchronize(y)
+        controller.start_offload_layer(0)
+        if _ == 0:
+            del products[0]  # the first of the saved tensors
+            controller.start_offload_layer(0)
+        controller.release_activation_forward_gpu_memory(0)
+        for product in products:
+            product.sum().backward()
+        for leaf, each in list(zip(leaves, given, strict=True))[1 - _ :]:
+            assert torch.equal(leaf.grad, each)
 
 
 def test_a_small_part_of_memory_stays(copies):

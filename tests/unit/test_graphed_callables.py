@@ -671,7 +671,7 @@ def test_gradients_of_parameters_are_their_own_unless_told(graphs):
         assert torch.equal(kept, before) == clones
 
 
-def test_marks_that_parameters_get_behind_the_capture_change_no_gradient(graphs):
+def test_marks_that_parameters_get_after_the_capture_change_no_gradient(graphs):
     graphed = captured(graphs)
     graphed.weight.skip_backward_post_hook = True
     graphed(sample()).sum().backward()

@@ -316,6 +316,22 @@ def test_many_copies_at_once_are_those_one_by_one(kind, x):
             assert torch.equal(one, other)
 
 
+def test_many_copies_of_any_type_in_any_order(kind, x):
+    sources = [x.double(), (x * 4).int(), torch.arange(256.0).bfloat16()]
+    together, single = ([quantizer(kind)(x * 2) for _ in sources] for _ in range(2))
+    torch._foreach_copy_(together, sources)
+    for target, source in zip(single, sources, strict=True):
+        target.copy_(source.bfloat16())
+    for one, other in zip(together, single, strict=True):
+        assert torch.equal(one.dequantize(), other.dequantize())
+    plain, quantized = torch.full((32, 256), 2.0), quantizer(kind)(x)
+    torch._foreach_copy_([quantized, plain], [plain, torch.full((32, 256), 7.0)])
+    assert torch.equal(quantized.dequantize(), torch.full((32, 256), 2.0, dtype=torch.bfloat16))
+    assert torch.equal(plain, torch.full((32, 256), 7.0))
+    with pytest.raises(RuntimeError, match="Tensor lists must"):
+        torch._foreach_copy_([quantized], [plain, plain])
+
+
 def test_copies_to_a_part_write_nothing_of_the_others():
     one, other = (
         quantizer("current")(torch.ones(32, 256)),

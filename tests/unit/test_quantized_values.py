@@ -697,3 +697,13 @@ def test_a_chain_hands_fp8_on_to_a_layer(kind):
         gradients = [p.grad for layer in (first, second) for p in layer.parameters()]
         found.append([y.detach(), leaf.grad, *gradients])
     same(*found)
+
+
+def test_another_nominal_type_of_an_output_is_seen():
+    layer = te.Linear(64, 64, bias=False, params_dtype=torch.bfloat16, device="cpu")
+    with te.autocast(recipe=Float8CurrentScaling()), torch.no_grad():
+        y = layer(torch.randn(32, 64).bfloat16(), fp8_output=True)
+    y._dtype = torch.float32
+    out = te.ops.Sequential(te.ops.GELU())(y)
+    assert out.dtype == torch.float32
+    assert torch.equal(out, te.ops.Sequential(te.ops.GELU())(y.detach()))

@@ -419,9 +419,13 @@ class ContextShare(NamedTuple):
 _WHOLE = ContextShare()
 
 
-def _share_of(cp_size: int, cp_rank: int) -> ContextShare:
+def _share_of(cp_size: int, cp_rank: int, op: str = _OP) -> ContextShare:
+    if cp_size == 1:
+        return _WHOLE
     if not 0 <= cp_rank < cp_size:
-        message = f"{_OP}: cp_rank must be from 0 to cp_size - 1, got cp_rank={cp_rank}, cp_size={cp_size}"
+        message = (
+            f"{op}: cp_rank must be from 0 to cp_size - 1, got cp_rank={cp_rank}, cp_size={cp_size}"
+        )
         raise ArgumentError(message)
     return ContextShare(cp_size, cp_rank)
 
@@ -544,8 +548,9 @@ def angles_of(
         sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), rows, right=True)
         last = cu_seqlens.shape[0] - 2
         sequence = sequence.clamp_max(last)
-        half = cu_seqlens.diff()[sequence] // 2
-        positions = share.positions(rows - cu_seqlens[sequence], half)
+        positions = rows - cu_seqlens[sequence]
+        if share.ranks != 1:
+            positions = share.positions(positions, cu_seqlens.diff()[sequence] // 2)
         if start_positions is not None:
             positions = positions + start_positions[sequence]
         # Rows after the last sequence belong to no sequence, and are not read.
@@ -606,7 +611,7 @@ def apply_rotary_pos_emb(
     cp_size, cp_rank : int
         Context parallelism: the number of ranks that share each sequence, and this one's. A sequence has two chunks a
         rank; `t` has chunk ``cp_rank`` and chunk ``2 cp_size - 1 - cp_rank`` of each, `freqs` and `cu_seqlens` are
-        those of whole sequences.
+        those of whole sequences, whose lengths are multiples of ``2 cp_size``.
 
     Returns
     -------
@@ -721,7 +726,7 @@ def apply_fused_qkv_rotary_pos_emb(
     if tensor_format == "thd":
         message = "apply_fused_qkv_rotary_pos_emb: tensor_format='thd' is not supported"
         raise UnsupportedError(message)
-    share = _share_of(cp_size, cp_rank)
+    share = _share_of(cp_size, cp_rank, "apply_fused_qkv_rotary_pos_emb")
     sizes = list(qkv_split_arg_list)
     if len(sizes) != 3 or sum(sizes) != qkv.shape[-1] or sizes[0] % sizes[1]:
         message = (

@@ -12,7 +12,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from te_fast.errors import ArgumentError, StateError
-from te_fast.offload.kept import Kept, Saved, Stream, fills_its_memory, is_offloaded, is_taken_apart
+from te_fast.offload.kept import Kept, Saved, Stream, is_offloaded, is_taken_apart
 
 Sync = Callable[[torch.Tensor], torch.Tensor]
 
@@ -25,11 +25,11 @@ class _Buffers(dict[int, torch.Tensor]):
         self._users: WeakValueDictionary[int, Kept] = WeakValueDictionary()
 
     def free(self, number: int) -> torch.Tensor | None:
-        """Return a buffer that no other forward's tensor is in."""
+        """Return a buffer that no other forward's memory is in."""
         return None if number in self._users else self.get(number)
 
     def use(self, number: int, kept: Kept) -> None:
-        """Note which tensor is in a buffer, which autograd keeps until its backward."""
+        """Note which memory is in a buffer, which autograd keeps until its backward."""
         if kept.on_host is not None:
             self[number], self._users[number] = kept.on_host, kept
 
@@ -42,8 +42,8 @@ class _Layer:
 
     def start_offload(self, buffers: _Buffers | None) -> None:
         for number, kept in enumerate(list(self.kept.values())):
-            kept.start_offload(None if buffers is None else buffers.free(number))
-            if buffers is not None:
+            began = kept.start_offload(None if buffers is None else buffers.free(number))
+            if buffers is not None and began:
                 buffers.use(number, kept)
 
     def release(self) -> None:
@@ -153,8 +153,6 @@ class OffloadSynchronizer:
         key = tensor.untyped_storage().data_ptr(), tensor._version
         kept = layer.kept.get(key)
         if kept is None:
-            if not fills_its_memory(tensor):
-                return tensor
             kept = layer.kept[key] = Kept(tensor, self._stream)
         kept.watch(tensor)
         return Saved(tensor, kept)

@@ -64,14 +64,6 @@ def is_offloaded(tensor: torch.Tensor) -> bool:
     )
 
 
-def fills_its_memory(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor has so much of its memory that all of the memory is copied for it alone.
-
-    Queries, keys and values of one product have a third of their memory each, or a sixth and two thirds.
-    """
-    return 4 * tensor.numel() * tensor.element_size() >= tensor.untyped_storage().nbytes()
-
-
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     storage = tensor.untyped_storage()
     whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
@@ -105,7 +97,8 @@ class Stream:
 class Kept:
     """The memory of saved tensors: on the device, on the host, or both.
 
-    Tensors that share memory, as an output and the input of the next layer do, share one of these.
+    Tensors of one layer that share memory share one of these: queries, keys and values of one product, or attention's
+    output and the input of the projection. The whole memory is copied if they cover half of it; else it stays.
 
     Parameters
     ----------
@@ -137,16 +130,24 @@ class Kept:
     def _was_written(self) -> bool:
         return any(tensor._version != version for tensor, version in self._watched)
 
-    def start_offload(self, buffer: torch.Tensor | None = None) -> None:
-        """Begin to copy to the host's memory, pinned, into a buffer of an earlier step if it fits."""
+    def _is_covered(self, size: int) -> bool:
+        # Other parts may belong to tensors that keep the memory: samples of one batch, for instance.
+        parts = {(t.storage_offset(), t.dtype, t.shape, t.stride()): t for t, _ in self._watched}
+        return 2 * sum(t.numel() * t.element_size() for t in parts.values()) >= size
+
+    def start_offload(self, buffer: torch.Tensor | None = None) -> bool:
+        """Begin to copy to the host's memory, pinned, into a buffer of an earlier step if it fits; tell whether."""
         source = self._on_device
         if source is None or self._on_host is not None or self._was_written():
-            return
+            return False
+        if not self._is_covered(source.numel()):
+            return False
         if buffer is None or buffer.shape != source.shape:
             is_pinned = source.device.type == "cuda"
             buffer = torch.empty_like(source, device="cpu", pin_memory=is_pinned)
         self._on_host = buffer
         self._left = self._stream.copy(buffer, source)
+        return True
 
     def release(self) -> None:
         """Free the device's memory after the copy out of it."""
@@ -171,10 +172,12 @@ class Kept:
         StateError
             If they were modified before they were copied.
         """
+        if self._on_host is not None and self._was_written():
+            self.release()  # the host has what was saved
         self.start_reload()
         self._wait()
         whole = self._on_device
-        if whole is None or (self._on_host is None and self._was_written()):
+        if whole is None or self._was_written():
             message = (
                 "cpu_offload: a tensor that backward needs has been modified in place since it was saved, before the "
                 "end of its layer's forward"
@@ -183,8 +186,7 @@ class Kept:
         return whole
 
     def _wait(self) -> None:
-        self._stream.wait(self._came)
-        self._came = None
+        self._stream.wait(self._came)  # each stream that reads it
 
     def drop(self) -> None:
         """Drop the device's copy if the host has one; the next use copies it back."""

@@ -23,6 +23,9 @@ aten = torch.ops.aten
 #: Operators of other modules that take quantised tensors as they are.
 passthrough_ops: set[Any] = set()
 
+#: Types that are quantised and dequantised.
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
 Handler = Callable[..., Any]
 _handlers: dict[Any, Handler] = {}
 
@@ -419,9 +422,7 @@ def _takes_scale(target: Any, source: Any) -> bool:
 @_handles(aten.copy_.default)
 def _copy(target: Any, source: Any, non_blocking: bool = False) -> Any:
     if not _is_quantized(target):
-        dtype = (
-            target.dtype if target.dtype in (torch.float32, torch.float16, torch.bfloat16) else None
-        )
+        dtype = target.dtype if target.dtype in _FLOATS else None
         return target.copy_(source._plain_values(dtype or torch.float32), non_blocking)
     if _takes_bytes(target, source):
         if not _takes_scale(target, source):
@@ -441,16 +442,27 @@ def _copy(target: Any, source: Any, non_blocking: bool = False) -> Any:
 @_handles(aten._foreach_copy_.default)
 def _copy_each(targets: Sequence[Any], sources: Sequence[Any], non_blocking: bool = False) -> None:
     """Copy as `_copy` does; plain values are quantised together, and nothing is read of what they overwrite."""
-    together, others = [], []
+    written = {id(target) for target in targets}
+    if len(targets) != len(sources) or any(id(source) in written for source in sources):
+        return NotImplemented  # an error of torch's; or the order of the copies matters
+    together, plain, others = [], [], []
     for target, source in zip(targets, sources, strict=True):
-        is_cast = _is_quantized(target) and not _is_quantized(source)
-        (together if is_cast and source.shape == target.shape else others).append((target, source))
+        if not (_is_quantized(target) or _is_quantized(source)):
+            plain.append((target, source))
+        elif _is_quantized(source) or source.shape != target.shape:
+            others.append((target, source))
+        else:
+            is_float = source.dtype in _FLOATS
+            together.append((target, source if is_float else source.to(target.dtype)))
     for target, _ in together:
         _check_whole(target)
+    if plain:
+        torch._foreach_copy_(*map(list, zip(*plain, strict=True)), non_blocking)
     for target, source in others:
         target.copy_(source, non_blocking)
     if together:
         update_many(*zip(*together, strict=True))
+    return None
 
 
 def _takes_bytes(target: Any, source: Any) -> bool:

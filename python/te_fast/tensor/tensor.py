@@ -429,4 +429,6 @@ def _exchange_outside(tensor: Any, fresh: Any) -> None:
     value = tensor.__dict__["_value"]
     tensor.__dict__.clear()
     tensor.__dict__.update(attributes)
-    fresh.__dict__["_value"] = value
+    # A value may know the former type and shape of its tensor; one that shares its bytes does not.
+    tensor._value = tensor._value.share()
+    fresh.__dict__["_value"] = value.share()

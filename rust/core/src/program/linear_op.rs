@@ -475,15 +475,15 @@ impl LinearOp {
         alignment: u16,
     ) -> Result<WeightGradPlan> {
         let Self { inputs, outputs, .. } = *self;
+        if let Some(groups) = self.groups {
+            return self.grouped_wgrad(groups, rows, (d, accumulate)).map(WeightGradPlan::Grouped);
+        }
         if !self.writes_weight_grad_in(d) {
             let message = format!(
                 "the weight's gradient cannot be written as {d} while the layer computes in {}; give a main_grad of float32",
                 DType::from(self.activation)
             );
             return Err(Error::unsupported(OP, message));
-        }
-        if let Some(groups) = self.groups {
-            return self.grouped_wgrad(groups, rows, (d, accumulate)).map(WeightGradPlan::Grouped);
         }
         let problem = self.backward_problems(rows).map_or_else(
             || {

@@ -369,7 +369,10 @@ pub(crate) fn join<'py>(
     if adjacent && end <= end_of_storage(&parts[0])? {
         let mut size: SmallVec<[i64; 2]> = first.shape().into();
         size[0] = rows.iter().sum();
-        return Ok(Some((state.torch.in_storage_of(&parts[0], &size, 0)?, false)));
+        let whole = state.torch.in_storage_of(&parts[0], &size, 0)?;
+        // As `whole_of` in runtime/parts.py: the parts, which are parameters, keep its memory.
+        whole.setattr(intern!(py, "_TE_do_not_offload"), true)?;
+        return Ok(Some((whole, false)));
     }
     let detached = parts.iter().map(|part| part.call_method0(intern!(py, "detach"))).collect::<PyResult<Vec<_>>>()?;
     let whole = py.import(intern!(py, "torch"))?.call_method1(intern!(py, "cat"), (PyList::new(py, detached)?,))?;
