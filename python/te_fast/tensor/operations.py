@@ -457,7 +457,7 @@ def _copy_each(targets: Sequence[Any], sources: Sequence[Any], non_blocking: boo
     for target, _ in together:
         _check_whole(target)
     if plain:
-        torch._foreach_copy_(*map(list, zip(*plain, strict=True)), non_blocking)
+        aten._foreach_copy_.default(*map(list, zip(*plain, strict=True)), non_blocking)
     for target, source in others:
         target.copy_(source, non_blocking)
     if together:
