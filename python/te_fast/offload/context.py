@@ -349,6 +349,7 @@ def get_cpu_offload_context(
 
     Copies run on a stream of their own, beside the layers. Weights, tensors of fewer than 256 Ki elements and tensors
     that were marked by :func:`mark_not_offload` stay on the GPU. For quantised tensors, bytes and scales are copied.
+    Tensors that share memory are copied together, with all of this memory, if they cover half of it; else they stay.
 
     Parameters
     ----------
