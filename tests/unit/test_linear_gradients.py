@@ -115,6 +115,7 @@ def test_products_outside_of_fp8_have_the_operands_of_autograd(loss):
         found.append([of_weight, layer.weight.grad])
     assert len(found[0][0]) == 1
     assert found[0][0] == found[1][0]
+    assert torch.equal(found[0][1], found[1][1])
 
 
 @pytest.mark.parametrize(

@@ -223,10 +223,6 @@ class GraphedCallable:
             if epoch == run.epoch:
                 return
             recipe = run.shared.quantization.recipe
-            # As in Transformer Engine: a module may open its own region, which a replay does not run. Delayed scaling's
-            # scales follow at the end of the caller's region.
-            if epoch == 0 and recipe is not None and not recipe.delayed():
-                return
             here = autocast_state.fp8_recipe if epoch else "no region that quantises"
             message = (
                 f"{run.name}: captured under {recipe}, called under {here}; call it in te.autocast with the recipe and "
