@@ -26,6 +26,7 @@ MODULES = {
     "te_fast.pytorch.graph": "CUDA graphs",
     "te_fast.pytorch.utils": "Utilities",
     "te_fast.common.recipe": "Recipes",
+    "te_fast.pytorch.custom_recipes.quantizer_factories": "Factories of quantizers",
     "te_fast.convert": "Models of other libraries",
     "te_fast.convert_checkpoint": "Checkpoints",
     "te_fast.dispatch": "The dispatcher",

@@ -14,7 +14,7 @@ from te_fast.common.recipe import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
-from te_fast.errors import StateError, TeFastError, UnsupportedError
+from te_fast.errors import StateError, TeFastError
 from te_fast.pytorch import quantization as q
 from te_fast.runtime import native, scale_tape
 
@@ -214,12 +214,6 @@ def test_blackwell_recipes_raise_the_reason(recipe, match):
         assert epoch() == 0
     with q.autocast(enabled=False, recipe=recipe):
         assert q.FP8GlobalStateManager.get_fp8_recipe() is recipe
-
-
-def test_custom_recipe_is_refused():
-    recipe = CustomRecipe(qfactory=lambda role: role)
-    with pytest.raises(UnsupportedError, match="CustomRecipe"), q.autocast(recipe=recipe):
-        pass
 
 
 @NO_GPU

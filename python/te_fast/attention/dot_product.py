@@ -360,6 +360,9 @@ class DotProductAttention(TransformerEngineBaseModule):
                 self._rules[asked] = rule
         return rule
 
+    def _names_of_linears(self) -> tuple[str, ...]:
+        return ()
+
     def _check_region(self) -> None:
         """Raise in a region whose recipe asks for attention in FP8."""
         if is_in_graph():

@@ -79,7 +79,7 @@ class Tail:
         if weight.dtype != hidden.dtype or weight.device != hidden.device:
             return False
         enabled, calibrating, *_ = native.autocast_region()
-        return bool(enabled or not calibrating)
+        return bool(enabled or not calibrating) and not native.autocast_is_of_factory()
 
     def __call__(
         self, context: torch.Tensor, residual: torch.Tensor, is_first_microbatch: bool | None

@@ -27,6 +27,7 @@ from te_fast.layers.parameters import refuse
 from te_fast.parallel.ranks import divided
 from te_fast.runtime.compiling import is_exporting
 from te_fast.runtime.module_hooks import are_called_plainly
+from te_fast.tensor.of_factory import in_shared_region
 
 #: The attributes and children of a layer that decide whether a call runs in one autograd node.
 _NOTED = (
@@ -349,6 +350,7 @@ class TransformerLayer(CompositeModule):
 
     # Forward --------------------------------------------------------------------------------------
 
+    @in_shared_region
     def forward(
         self,
         hidden_states: torch.Tensor,

@@ -29,6 +29,7 @@ from te_fast.ops.sequential import Sequential
 from te_fast.parallel.checkpoint import Share
 from te_fast.parallel.ranks import copy_sharing
 from te_fast.runtime.compiling import is_any_autocast_enabled, is_unseen
+from te_fast.tensor.of_factory import in_shared_region
 
 #: Activations by name, and halves of their input.
 _ACTIVATIONS: dict[str, tuple[Callable[..., Any], int]] = {
@@ -201,6 +202,7 @@ class MoE(torch.nn.Module):
         """Initialise the router; the experts' operations initialise themselves."""
         torch.nn.init.normal_(self.router, std=self.hidden_size**-0.5)
 
+    @in_shared_region
     def forward(
         self, inp: torch.Tensor, *, is_first_microbatch: bool | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:

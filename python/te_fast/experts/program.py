@@ -203,4 +203,5 @@ def takes(experts: Any, tokens: torch.Tensor) -> bool:
         and not fuser._is_custom()
         and not _config.DEBUG  # which checks for dropped rows
         and (enabled or not calibrating)
+        and not native.autocast_is_of_factory()
     )

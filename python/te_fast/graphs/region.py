@@ -18,6 +18,10 @@ from te_fast.runtime.recompute import tracing
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+_NO_FACTORIES = (
+    "autocast: a CustomRecipe's factory is asked outside of any graph; call compiled functions in regions of other "
+    "recipes, or the model without torch.compile"
+)
 #: The region in force around a graph; its attributes are guards of the graph.
 _around = native.CurrentRegion()
 #: Recipes of regions that graphs enter, by the number of their content.
@@ -105,6 +109,8 @@ class TracedRegion:
             raise UnsupportedError(message)
         if self.enabled:
             recipe = self.recipe
+            if recipe is not None and recipe.custom():
+                raise UnsupportedError(_NO_FACTORIES)
             self.number = _number_of(None) if recipe is None else recipe._number_in_graphs()
         self.former = entered.region
         entered.region = self
@@ -144,6 +150,8 @@ def key_of_region() -> tuple[bool, int, int]:
             "it is compiled"
         )
         raise UnsupportedError(message)
+    if _around.is_of_factory:
+        raise UnsupportedError(_NO_FACTORIES)
     return _around.enabled, _around.epoch, 0
 
 

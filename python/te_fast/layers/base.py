@@ -19,13 +19,15 @@ from te_fast.layers.wgrad_store import WeightGradStore
 from te_fast.parallel.checkpoint import Share, shares_by_marks
 from te_fast.parallel.quantized import Role, quantizer_of_rows
 from te_fast.parallel.ranks import check_group, copy_sharing, size_of_group
-from te_fast.recipe import DelayedScaling, Recipe
+from te_fast.recipe import CustomRecipe, DelayedScaling, Recipe
+from te_fast.recipe.roles import QuantizerRole
 from te_fast.runtime import native, scale_tape
 from te_fast.runtime.calls import call_through_forward
 from te_fast.runtime.delayed import DelayedScalingRecipeState, resized
 from te_fast.runtime.global_state import FP8GlobalStateManager, autocast_state
 from te_fast.state.module import StatefulModule
-from te_fast.tensor import primary
+from te_fast.tensor import of_factory, primary
+from te_fast.tensor.of_factory import Kind, LinearRoles, linear_roles
 from te_fast.tensor.of_recipe import ONE, Stack, quantizer_of, quantizers_of
 from te_fast.tensor.quantizer import Float8QuantizerBase
 
@@ -81,11 +83,17 @@ class TransformerEngineBaseModule(StatefulModule):
     _BACKWARD_ROLES: tuple[str, ...] = ("grad", "grad")
     _FORWARD_SLOTS = len(_FORWARD_ROLES)
     _BACKWARD_SLOTS = len(_BACKWARD_ROLES)
+    #: The name that a CustomRecipe's factory is told: that of the constructor.
+    _role_name = ""
+    _KIND: Kind = "linear"
 
     def __init__(self, name: str | None = None) -> None:
         super().__init__()
         number = next(_layer_numbers)
         self.name = f"Layer_{number}" if name is None else name
+        self._role_name = name or ""
+        self._output_quantizer_role: QuantizerRole | None = None
+        self._grad_input_quantizer_role: QuantizerRole | None = None
         self.fp8_initialized = False
         self.fp8 = False
         self.fp8_calibration = False
@@ -345,6 +353,60 @@ class TransformerEngineBaseModule(StatefulModule):
         forward, backward = self._scaling_states()
         return None if forward is None or backward is None else (forward, backward)
 
+    # Recipes of a factory ------------------------------------------------------------------------
+
+    def _names_of_linears(self) -> tuple[str, ...]:
+        """Return the names of the linear ops for a CustomRecipe's factory; none for attention, which is not in FP8."""
+        return (self._role_name,)
+
+    def _linear_roles(self) -> list[LinearRoles]:
+        """Return what a CustomRecipe's factory is asked for each linear op."""
+        linears = [linear_roles(self._KIND, name) for name in self._names_of_linears()]
+        pairs = list(itertools.pairwise(linears))
+        outputs = [after.input for _, after in pairs] + [self._output_quantizer_role]
+        grads = [self._grad_input_quantizer_role] + [before.grad_output for before, _ in pairs]
+        return [
+            linear._replace(output=output, grad_input=grad)
+            for linear, output, grad in zip(linears, outputs, grads, strict=False)
+        ]
+
+    def get_quantizer_roles(self, *, fwd: bool, num_quantizers: int) -> list[QuantizerRole | None]:
+        """Return what a :class:`CustomRecipe`'s factory is asked in one direction.
+
+        Parameters
+        ----------
+        fwd : bool
+            Forward: input, weight and output of each GEMM; otherwise the gradients of its output and input.
+        num_quantizers : int
+            Length of the list.
+        """
+        fields = ("input", "weight", "output") if fwd else ("grad_output", "grad_input")
+        asked = [getattr(roles, field) for roles in self._linear_roles() for field in fields]
+        return [asked[slot % len(asked)] if asked else None for slot in range(num_quantizers)]
+
+    @property
+    def output_quantizer_role(self) -> QuantizerRole | None:
+        """The operand that the output is for its reader, which a factory is told; None if the reader is unknown."""
+        return self._output_quantizer_role
+
+    @output_quantizer_role.setter
+    def output_quantizer_role(self, role: QuantizerRole | None) -> None:
+        self._set_role("_output_quantizer_role", role)
+
+    @property
+    def grad_input_quantizer_role(self) -> QuantizerRole | None:
+        """The operand that the input's gradient is for its reader; None if the reader is unknown."""
+        return self._grad_input_quantizer_role
+
+    @grad_input_quantizer_role.setter
+    def grad_input_quantizer_role(self, role: QuantizerRole | None) -> None:
+        self._set_role("_grad_input_quantizer_role", role)
+
+    def _set_role(self, name: str, role: QuantizerRole | None) -> None:
+        if role != getattr(self, name):
+            setattr(self, name, role)
+            of_factory.forget(self)
+
     # Quantised weights ---------------------------------------------------------------------------
 
     def _stack_of_weight(self) -> Stack:
@@ -388,6 +450,11 @@ class TransformerEngineBaseModule(StatefulModule):
         recipe, parameter = self._weight_recipe, self._parameters[name]
         if not self.primary_weights_in_fp8 or recipe is None or parameter is None:
             return
+        if isinstance(recipe, CustomRecipe):
+            # The factory may be a function that no pickle takes.
+            recipe = self._weight_recipe = of_factory.own_recipe(self, recipe)
+            if recipe is None:
+                return
         if primary.is_quantized(parameter):
             return
         self.fp8_meta["recipe"] = recipe

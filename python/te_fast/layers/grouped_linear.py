@@ -40,6 +40,7 @@ from te_fast.runtime.global_state import autocast_state
 from te_fast.runtime.inputs import check_input
 from te_fast.runtime.parts import fit_state, joined, lay_together
 from te_fast.runtime.splits import check_in_debug
+from te_fast.tensor.of_factory import own_region
 from te_fast.tensor.of_recipe import ONE, Stack
 from te_fast.tensor.primary import is_quantized
 
@@ -146,6 +147,7 @@ class GroupedLinear(PartedLayer):
 
     _FEATURES = "in_features"
     _LINEARS = ("weight",)
+    _KIND = "grouped_linear"
     normalization = None
     zero_centered_gamma = False
     layer_norm_weight = None
@@ -562,6 +564,12 @@ class GroupedLinear(PartedLayer):
             y: Any = native.grouped_layer_straight(self, inp, m_splits, is_first_microbatch)
             if y is not None:
                 return y
+        own = None if traced else own_region(self)
+        if own is not None:
+            with own:
+                return GroupedLinear.forward(
+                    self, inp, m_splits, is_first_microbatch, out, dgrad_out
+                )
         if is_needed(inp, self.in_features, self.out_features):
             given = out is not None or dgrad_out is not None
             refuse(self.name, {"out or dgrad_out of experts that run one by one": given})

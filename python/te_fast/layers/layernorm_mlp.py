@@ -245,6 +245,9 @@ class LayerNormMLP(ProgramLayer):
             floats[key] = float(value)
         return floats
 
+    def _names_of_linears(self) -> tuple[str, ...]:
+        return tuple([".".join(filter(None, (self._role_name, part))) for part in ("fc1", "fc2")])
+
     def _make_parameters(self, options: dict[str, Any]) -> None:
         hidden, ffn = self.hidden_size, self.size_per_partition
         self._make_norm_parameters(hidden, options)

@@ -9,11 +9,9 @@ import torch
 from torch.nn import functional
 
 from te_fast.errors import ShapeError
-from te_fast.graphs.form import forward_traced
 from te_fast.layers import high_precision
 from te_fast.layers.parameters import check_sizes, options_of, refuse_userbuffers
 from te_fast.layers.split import SplitLinear
-from te_fast.runtime.compiling import is_traced
 from te_fast.runtime.global_state import autocast_state
 from te_fast.runtime.inputs import check_input
 from te_fast.tensor.primary import is_quantized
@@ -183,10 +181,8 @@ class Linear(SplitLinear):
         self.__dict__["_save_original_input"] = bool(value)
         self._handles["weight"].save_original_input = bool(value)
 
-    def _forward_general(self, inp: Any, is_first_microbatch: bool | None, **in_fp8: Any) -> Any:
-        """Run the forward of calls that the native fast path does not take."""
-        if is_traced(inp):
-            return forward_traced(self, inp, is_first_microbatch)
+    def _forward_in_region(self, inp: Any, is_first_microbatch: bool | None, **in_fp8: Any) -> Any:
+        """Run the forward of calls that the native fast path does not take, by the recipe of the region in force."""
         device = getattr(self, self.weight_names[0]).device
         check_input(self, inp, "in_features", self.in_features, device)
         self.set_activation_dtype(inp)

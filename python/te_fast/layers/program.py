@@ -26,6 +26,7 @@ from te_fast.runtime.capturing import is_graph_capturing
 from te_fast.runtime.compiling import is_exporting, is_traced
 from te_fast.runtime.global_state import autocast_state
 from te_fast.runtime.inputs import check_input
+from te_fast.tensor.of_factory import own_region
 from te_fast.tensor.primary import is_quantized
 
 if TYPE_CHECKING:
@@ -296,6 +297,14 @@ class ProgramLayer(TransformerEngineBaseModule):
         """Run the forward of calls that the native fast path does not take; `in_fp8` is `fp8_output` and `fp8_grad`."""
         if is_traced(inp):
             return forward_traced(self, inp, is_first_microbatch)
+        own = own_region(self)
+        if own is not None:
+            with own:
+                return native.layer_forward(self, inp, is_first_microbatch, **in_fp8)
+        return self._forward_in_region(inp, is_first_microbatch, **in_fp8)
+
+    def _forward_in_region(self, inp: Any, is_first_microbatch: bool | None, **in_fp8: Any) -> Any:
+        """Run such a forward by the recipe of the region in force."""
         self._refuse_functorch("here; call torch.nn layers inside of them")
         parameters, version = self._used_parameters(is_first_microbatch)
         weight = next(iter(parameters.values()))

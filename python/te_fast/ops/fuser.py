@@ -28,6 +28,7 @@ from te_fast.runtime import native, scale_tape
 from te_fast.runtime.compiling import is_traced
 from te_fast.runtime.global_state import FP8GlobalStateManager
 from te_fast.runtime.support import get_default_recipe
+from te_fast.tensor.of_factory import LinearRoles, linear_roles, own_region
 from te_fast.tensor.primary import is_quantized
 
 #: ``func(ops, *, recipe) -> ops``: may replace runs of operations by fused ones.
@@ -338,6 +339,10 @@ class OperationFuser:
     ) -> Any:
         """Run in the current region, or in the region that a recomputation repeats."""
         arguments = (input, extra_inputs, basic_op_kwargs, is_first_microbatch)
+        own = own_region(self)
+        if own is not None:
+            with own:
+                return self._run(*arguments, native.autocast_region())
         region, last = native.autocast_region(), self._last_region
         if last is not None and scale_tape.is_outside():
             if torch._C._current_graph_task_id() >= 0:
@@ -507,6 +512,17 @@ class OperationFuser:
                     traced.prepare(other, *arguments)
 
     _prepare_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+    def _state_name(self) -> str:
+        return self._name
+
+    def _linear_roles(self) -> list[LinearRoles]:
+        """Return what a CustomRecipe's factory is asked for each linear operation."""
+        linears = [roles for op in self._basic_ops for roles in op._linear_roles()]
+        modes = ("forward", "backward")
+        if not linears and any(op.num_quantizers(mode) for op in self._basic_ops for mode in modes):
+            linears = [linear_roles("", "")]
+        return linears
 
     def _init_delayed_scaling(self) -> None:
         """Register scales with the dispatcher; it calls this when the autocast region is new."""

@@ -7,9 +7,11 @@ from typing import Any, Literal
 import torch
 
 from te_fast.recipe import DelayedScaling, Recipe
+from te_fast.recipe.roles import QuantizerRole
 from te_fast.runtime.delayed import DelayedScalingRecipeState
 from te_fast.runtime.global_state import FP8GlobalStateManager
 from te_fast.state.module import StatefulModule
+from te_fast.tensor.of_factory import LinearRoles
 from te_fast.tensor.of_recipe import quantizers_of
 from te_fast.tensor.quantizer import Float8QuantizerBase
 
@@ -32,6 +34,24 @@ class RecipeStateModule(StatefulModule):
             Direction.
         """
         return 0
+
+    def _linear_roles(self) -> list[LinearRoles]:
+        """Return what a CustomRecipe's factory is asked for each linear operation within."""
+        return []
+
+    def get_quantizer_roles(
+        self, mode: Literal["forward", "backward"]
+    ) -> list[QuantizerRole] | None:
+        """Return what a :class:`CustomRecipe`'s factory is asked in one direction; None if no operand is quantised.
+
+        Parameters
+        ----------
+        mode : {'forward', 'backward'}
+            Forward: input and weight; backward: the gradient of the output.
+        """
+        fields = ("input", "weight") if mode == "forward" else ("grad_output",)
+        asked = [getattr(roles, field) for roles in self._linear_roles() for field in fields]
+        return asked * (self.num_quantizers(mode) // len(asked)) if asked else None
 
     def get_quantizer(
         self, mode: Literal["forward", "backward"], index: int

@@ -28,7 +28,10 @@ from te_fast.pytorch.module import (
     RMSNorm,
 )
 from te_fast.pytorch.quantization import (
+    DelayedScalingRequest,
     FP8GlobalStateManager,
+    QuantizerRequest,
+    QuantizerRole,
     autocast,
     fp8_autocast,
     fp8_model_init,
@@ -50,6 +53,8 @@ from te_fast.pytorch.tensor import (
     Float8Quantizer,
     Float8Tensor,
     Float8TensorStorage,
+    HybridQuantizer,
+    IdentityQuantizer,
     QuantizedTensor,
     QuantizedTensorStorage,
     Quantizer,
@@ -65,6 +70,7 @@ if TYPE_CHECKING:
     from te_fast.pytorch import attention as attention
     from te_fast.pytorch import cpu_offload as cpu_offload
     from te_fast.pytorch import cross_entropy as cross_entropy
+    from te_fast.pytorch import custom_recipes as custom_recipes
     from te_fast.pytorch import graph as graph
     from te_fast.pytorch import ops
     from te_fast.pytorch import optimizers as optimizers
@@ -101,6 +107,7 @@ __all__ = [
     "CPLoadBalancingStrategy",
     "CudaRNGStatesTracker",
     "DType",
+    "DelayedScalingRequest",
     "DotProductAttention",
     "FP8GlobalStateManager",
     "Float8BlockQuantizer",
@@ -113,6 +120,8 @@ __all__ = [
     "Fp8Padding",
     "Fp8Unpadding",
     "GroupedLinear",
+    "HybridQuantizer",
+    "IdentityQuantizer",
     "InferenceParams",
     "LayerNorm",
     "LayerNormLinear",
@@ -124,6 +133,8 @@ __all__ = [
     "QuantizedTensor",
     "QuantizedTensorStorage",
     "Quantizer",
+    "QuantizerRequest",
+    "QuantizerRole",
     "RMSNorm",
     "RotaryPositionEmbedding",
     "TransformerLayer",
@@ -163,7 +174,8 @@ __all__ = [
 
 # Modules that a linear layer does not need are imported at first use; with each, its share of the names above.
 _MODULES = (
-    "attention cpu_offload cross_entropy graph ops optimizers permutation router transformer utils"
+    "attention cpu_offload cross_entropy custom_recipes graph ops optimizers permutation router "
+    "transformer utils"
 )
 _NAMES = {
     "attention": (

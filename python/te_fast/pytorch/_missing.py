@@ -10,17 +10,13 @@ _LINEAR_ATTENTION = (
     "GatedDeltaNetAttention GatedDeltaNet2Attention GatedDeltaProductAttention "
     "FusedMLAQUpProjFunction FusedMLAQUpProjRopeQuant"
 )
-_QUANTISATION = (
-    "apply_recipe QuantizerRole QuantizerRequest DelayedScalingRequest quantizer_factory"
-)
+_QUANTISATION = "apply_recipe quantizer_factory"
 _TENSORS = (
     "MXFP8Tensor MXFP8TensorStorage MXFP8Quantizer NVFP4Tensor NVFP4TensorStorage NVFP4Quantizer "
-    "HybridQuantizedTensor HybridQuantizedTensorStorage HybridQuantizer IdentityTensor "
-    "IdentityTensorStorage IdentityQuantizer"
+    "HybridQuantizedTensor HybridQuantizedTensorStorage IdentityTensor IdentityTensorStorage"
 )
 _OF_CUSTOM_RECIPES = (
-    "only a CustomRecipe's factory hands such quantizers to layers, and te_fast runs no CustomRecipe: outside of "
-    "FP8, or under another recipe, nothing needs them"
+    "layers under a CustomRecipe keep plain tensors where its factory returns an IdentityQuantizer"
 )
 _TOOLS = (
     ""
@@ -29,7 +25,7 @@ _TOOLS = (
     "UserBufferQuantizationMode get_cudnn_version"
 )
 _SUBMODULES = (
-    "cpp_extensions cpu_offload_v1 custom_recipes distributed_weight dynamo ep export jit newton_schulz "
+    "cpp_extensions cpu_offload_v1 distributed_weight dynamo ep export jit newton_schulz "
     "onnx_extensions triton"
 )
 _OLD_QUANTIZATION = "RecipeState get_fp4_te_dtype get_fp8_max get_fp8_te_dtype split_and_copy"
@@ -62,9 +58,11 @@ _NAMES = {
         "NVFP4_BLOCK_SCALING_SIZE dist_group_type"
     ),
     "te_fast.pytorch.tensor": (
-        f"{_TENSORS} GroupedTensor GroupedTensorStorage grouped_tensor "
-        "hybrid_tensor identity_tensor mxfp8_tensor nvfp4_tensor"
+        f"{_TENSORS} GroupedTensor GroupedTensorStorage grouped_tensor mxfp8_tensor nvfp4_tensor"
     ),
+    "te_fast.pytorch.tensor.hybrid_tensor": "HybridQuantizedTensor HybridQuantizedTensorStorage",
+    "te_fast.pytorch.tensor.identity_tensor": "IdentityTensor IdentityTensorStorage",
+    "te_fast.pytorch.custom_recipes.quantizer_factories": "mxfp8_factory nvfp4_factory",
     "te_fast.pytorch.tensor.storage": (
         "GroupedTensorStorage HybridQuantizedTensorStorage IdentityTensorStorage "
         "MXFP8TensorStorage NVFP4TensorStorage"
@@ -83,9 +81,9 @@ _NAMES = {
         "using_cublasmp_backend"
     ),
     "te_fast.pytorch.quantization": (
-        f"{_OLD_QUANTIZATION} CustomRecipeState DelayedScalingRequest "
+        f"{_OLD_QUANTIZATION} CustomRecipeState "
         "Float8BlockScalingRecipeState Float8CurrentScalingRecipeState "
-        "MXFP8BlockScalingRecipeState NVFP4BlockScalingRecipeState QuantizerRequest QuantizerRole"
+        "MXFP8BlockScalingRecipeState NVFP4BlockScalingRecipeState"
     ),
 }
 

@@ -2,6 +2,7 @@
 
 from te_fast._names import publish
 from te_fast.pytorch._missing import missing
+from te_fast.recipe.roles import DelayedScalingRequest, QuantizerRequest, QuantizerRole
 from te_fast.runtime.autocast import (
     autocast,
     fp8_autocast,
@@ -29,8 +30,11 @@ from te_fast.runtime.support import (
 
 __all__ = [
     "DelayedScalingRecipeState",
+    "DelayedScalingRequest",
     "FP8GlobalState",
     "FP8GlobalStateManager",
+    "QuantizerRequest",
+    "QuantizerRole",
     "autocast",
     "check_fp8_block_scaling_support",
     "check_fp8_support",

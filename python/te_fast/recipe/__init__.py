@@ -43,6 +43,8 @@ _SPLIT = MMParams(use_split_accumulator=True)
 
 # Users' algorithms, numbered so that recipes with equal numbers behave alike.
 _algorithms: dict[tuple[Any, Any], int] = {}
+# Users' factories of quantizers, numbered likewise.
+_factories: dict[tuple[Any, ...], int] = {}
 
 
 @takes_any_keyword
@@ -450,30 +452,62 @@ class NVFP4BlockScaling(Recipe):
 @takes_any_keyword
 @dataclass(repr=False)
 class CustomRecipe(Recipe):
-    """Let a factory make the quantizers.
+    """Give each layer a recipe of its own, for instance high precision to the last ones.
+
+    A layer or operation asks the factory for each operand when it first runs, and gets the recipe that the quantizers
+    are those of:
+
+    - `DelayedScalingRequest`, `Float8CurrentScalingQuantizer` or `Float8BlockQuantizer` for all operands: that
+      recipe, with the quantizers' options;
+    - `IdentityQuantizer` for all operands: high precision;
+    - `HybridQuantizer` of an FP8 quantizer by rows and an `IdentityQuantizer` by columns for input and weight, and an
+      `IdentityQuantizer` for the gradient: that recipe with ``backward_override="high_precision"``, or
+      ``"dequantized"`` if ``columnwise_source="rowwise_dequantized"``.
+
+    Other combinations raise, and so do operands of two recipes in one layer, ``LayerNormMLP`` or group of operations.
 
     Parameters
     ----------
     qfactory : Callable
-        Called with a quantizer's role; returns the quantizer or a request for one.
+        Called with a :class:`te_fast.pytorch.QuantizerRole`, or with None for a tensor whose reader is unknown; returns
+        a quantizer or a :class:`te_fast.pytorch.DelayedScalingRequest`. It must give equal answers to equal roles.
     fp8_format : Format, default = Format.HYBRID
-        The number format that code reads from the recipe.
+        The number format that code reads from the recipe; layers take the quantizers' formats.
     fp8_dpa, fp8_mha : bool, default = False
         For attention layers; kept for Transformer Engine's sake.
     backward_override : {None, 'high_precision', 'dequantized'}, default = None
-        As in :class:`Float8CurrentScaling`.
+        As in :class:`Float8CurrentScaling`, for all layers in FP8; the factory's answers for gradients have no effect
+        then.
     quantization_alignment : int, default = 128
         Rows that grouped operands are padded to.
 
+    Raises
+    ------
+    RecipeError
+        If `qfactory` is no callable, or `quantization_alignment` is not positive.
+
     See Also
     --------
-    DelayedScaling : A recipe that is made.
+    te_fast.pytorch.autocast : takes a recipe.
 
     Examples
     --------
-    >>> from te_fast.common import recipe
-    >>> recipe.CustomRecipe(qfactory=lambda role: None).custom()
-    True
+    The layer ``head`` runs in high precision, the others under current scaling:
+
+    >>> import torch
+    >>> import te_fast.pytorch as te
+    >>> from te_fast.common.recipe import CustomRecipe
+    >>> from te_fast.pytorch.custom_recipes.quantizer_factories import current_scaling_factory
+    >>> def factory(role):
+    ...     if role is not None and role.name == "head":
+    ...         return te.IdentityQuantizer()
+    ...     return current_scaling_factory(role)
+    >>> body = te.Linear(32, 32, name="body", device="cpu")
+    >>> head = te.Linear(32, 16, name="head", device="cpu")
+    >>> with te.autocast(recipe=CustomRecipe(qfactory=factory)):
+    ...     y = head(body(torch.ones(8, 32)))
+    >>> body.fp8, head.fp8
+    (True, False)
     """
 
     _scaling: ClassVar[str] = "custom"
@@ -485,5 +519,23 @@ class CustomRecipe(Recipe):
     backward_override: str | None = _config.BACKWARD_OVERRIDE
     quantization_alignment: int = 128
 
+    def _validate(self) -> None:
+        super()._validate()
+        require(
+            callable(self.qfactory),
+            f"CustomRecipe: qfactory must be a callable, got {self.qfactory!r}",
+        )
+        require(
+            isinstance(self.quantization_alignment, int) and self.quantization_alignment > 0,
+            "CustomRecipe: quantization_alignment must be positive, an int >= 1, got "
+            f"{self.quantization_alignment!r}",
+        )
+
     def _repr_items(self) -> list[tuple[str, Any]]:
-        return [("qfactory", self.qfactory), ("backward_override", self.backward_override)]
+        names = ("qfactory", "backward_override", "quantization_alignment")
+        return [(name, getattr(self, name)) for name in names]
+
+    def _describe(self) -> dict[str, Any]:
+        # Attention asks recipes about FP8, so that regions whose recipes differ in it differ.
+        key = self.qfactory, self.fp8_dpa, self.fp8_mha
+        return {**super()._describe(), "factory": _factories.setdefault(key, len(_factories) + 1)}

@@ -10,7 +10,7 @@ from functools import cache
 
 import torch
 
-from te_fast.errors import CudaError, DeviceError, UnsupportedError
+from te_fast.errors import CudaError, DeviceError
 from te_fast.recipe import DelayedScaling, Float8CurrentScaling, Recipe
 from te_fast.runtime import native
 
@@ -119,12 +119,13 @@ def check_recipe_support(recipe: Recipe) -> None:
     ------
     DeviceError
         With the reason. It is a ``RuntimeError``, as in Transformer Engine.
-    UnsupportedError
-        For a :class:`CustomRecipe`.
+
+    Notes
+    -----
+    A :class:`CustomRecipe` passes: the recipes that its factory gives to layers are checked when these run.
     """
     if recipe.custom():
-        message = "CustomRecipe: te_fast has no quantizers that a factory could return yet"
-        raise UnsupportedError(message)
+        return
     if recipe.float8_block_scaling():
         supported, reason = check_fp8_block_scaling_support()
     elif recipe.mxfp8():

@@ -150,6 +150,8 @@ class GroupedLinear(ExtraTensorOperation, WeightedOperation):
             for name, part in zip(names, parts, strict=True):
                 self.register_parameter(name, torch.nn.Parameter(part))
 
+    _KIND = "grouped_linear"
+
     def num_quantizers(self, mode: str) -> int:
         """Two of each expert forward (input, weight), one backward (gradient of the output)."""
         forward, backward = _SLOTS

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 
 from te_fast.ops.basic.native import NativeOperation
+from te_fast.recipe import CustomRecipe
 from te_fast.runtime.global_state import autocast_state
 from te_fast.tensor import primary
+from te_fast.tensor.of_factory import Kind, LinearRoles, linear_roles, own_recipe
 from te_fast.tensor.of_recipe import ONE, Stack
 
 #: Index of the weight's scale among the forward scales of delayed scaling, after the input's.
@@ -24,6 +26,11 @@ class WeightedOperation(NativeOperation):
     _takes_to_fp8 = True
     #: Names of the parameters that are the weight, or its parts.
     _weight_names: Sequence[str]
+
+    _KIND: Kind = "linear"
+
+    def _linear_roles(self) -> list[LinearRoles]:
+        return [linear_roles(self._KIND, getattr(self, "name", "") or "")]
 
     def _note_init(self) -> None:
         """Note the options of ``quantized_model_init``."""
@@ -52,6 +59,11 @@ class WeightedOperation(NativeOperation):
         recipe = self._weight_recipe
         if not self._with_quantized_weight or recipe is None:
             return
+        if isinstance(recipe, CustomRecipe):
+            # The factory may be a function that no pickle takes.
+            recipe = self._weight_recipe = own_recipe(self, recipe)
+            if recipe is None:
+                return
         for number, name in enumerate(self._weight_names):
             weight = getattr(self, name)
             if primary.is_quantized(weight):

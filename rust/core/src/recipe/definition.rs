@@ -22,7 +22,7 @@ pub enum Scaling {
     Mxfp8,
     /// Two-level 4-bit scaling (Blackwell).
     Nvfp4,
-    /// Quantizers made by the user's factory.
+    /// A factory of the user's gives each layer another recipe.
     Custom,
 }
 
@@ -130,6 +130,8 @@ pub struct Recipe {
     pub delayed: Delayed,
     /// Precision of the backward pass.
     pub backward_override: BackwardOverride,
+    /// Names the user's factory of a custom recipe; 0 for every other recipe.
+    pub factory: u32,
 }
 
 impl Quantization {
@@ -155,6 +157,7 @@ impl Recipe {
         split_accumulator: PerGemm { fprop: false, dgrad: true, wgrad: true },
         delayed: Delayed::DEFAULT,
         backward_override: BackwardOverride::None,
+        factory: 0,
     };
 
     /// Transformer Engine's defaults of per-tensor current scaling.
@@ -170,6 +173,12 @@ impl Recipe {
         split_accumulator: PerGemm { fprop: true, dgrad: true, wgrad: true },
         ..Self::DELAYED
     };
+
+    /// Whether a factory of the user's gives each layer a recipe of its own, for which the layer enters a region itself.
+    #[must_use]
+    pub const fn is_custom(&self) -> bool {
+        matches!(self.scaling, Scaling::Custom)
+    }
 
     /// Whether layers keep scales and histories between steps.
     #[must_use]

@@ -27,7 +27,8 @@ impl NativeRecipe {
     #[pyo3(signature = (
         *, scaling, fwd, bwd, backward_override=None, power_2_scale=(false, false, false),
         amax_epsilon=(0.0, 0.0, 0.0), block=(0, 0, 0), split_accumulator=(false, true, true),
-        margin=0, history_len=1024, most_recent=false, reduce_amax=true, custom=0
+        margin=0, history_len=1024, most_recent=false, reduce_amax=true, custom=0,
+        factory=0
     ))]
     #[expect(clippy::too_many_arguments, reason = "the keywords of a Python constructor")]
     fn new(
@@ -44,6 +45,7 @@ impl NativeRecipe {
         most_recent: bool,
         reduce_amax: bool,
         custom: u32,
+        factory: u32,
     ) -> PyResult<Self> {
         let formats = [("e4m3", Fp8::E4m3), ("e5m2", Fp8::E5m2)];
         let scalings = [
@@ -83,6 +85,7 @@ impl NativeRecipe {
             },
             delayed: Delayed { margin, history_len, algorithm, reduce_amax, custom },
             backward_override: choose("backward_override", backward_override.unwrap_or(""), &overrides)?,
+            factory,
         };
         recipe.validate().python()?;
         Ok(Self(recipe))

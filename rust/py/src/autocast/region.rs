@@ -271,6 +271,12 @@ pub(crate) fn autocast_region(py: Python<'_>) -> PyResult<(bool, bool, bool, boo
     Ok((flags.0, flags.1, flags.2, flags.3, autocast.depth(), region.epoch))
 }
 
+/// Whether layers quantise by the recipes that a factory gives them.
+#[pyfunction]
+pub(crate) fn autocast_is_of_factory(py: Python<'_>) -> PyResult<bool> {
+    Ok(state(py)?.dispatcher(py)?.0.autocast.current().is_of_factory())
+}
+
 /// Overwrites the number of regions entered.
 #[pyfunction]
 #[pyo3(signature = (depth, /))]
@@ -312,6 +318,12 @@ impl CurrentRegion {
         let mut dispatcher = state(py)?.dispatcher(py)?;
         let region = dispatcher.0.autocast.current();
         Ok(region.calibrating && !region.enabled)
+    }
+
+    /// Layers quantise by the recipes that a factory gives them.
+    #[getter]
+    fn is_of_factory(&self, py: Python<'_>) -> PyResult<bool> {
+        autocast_is_of_factory(py)
     }
 
     /// Equal if layers must behave in the same way.

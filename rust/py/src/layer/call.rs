@@ -214,6 +214,9 @@ fn straight<'py>(
         (handle.last_region.as_ref().map(|region| region.epoch), handle.outside_fp8)
     };
     if region.enabled && last_epoch != Some(region.epoch) {
+        if region.recipe.is_custom() {
+            return Ok(None);
+        }
         module.call_method0(intern!(py, "_enter_region"))?;
     } else if !region.enabled && (region.calibrating || outside == OutsideFp8::General) {
         return Ok(None);

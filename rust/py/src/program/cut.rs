@@ -56,6 +56,9 @@ impl Half {
             (handle.last_region.as_ref().map(|region| region.epoch), handle.outside_fp8, cols)
         };
         if region.enabled && last_epoch != Some(region.epoch) {
+            if region.recipe.is_custom() {
+                return Ok(None);
+            }
             owner.call_method0(intern!(py, "_enter_region"))?;
         } else if !region.enabled && (region.calibrating || outside != OutsideFp8::Program) {
             return Ok(None);

@@ -40,6 +40,7 @@ pub(crate) fn program_module_call<'py>(
         && extra_inputs.iter().all(|extra| state.torch.is_plain(&extra))
         && state.torch.is_unobserved(py)?
         && can_skip_module_call(module, state, &attributes)?
+        && !state.dispatcher(py)?.0.autocast.current().is_of_factory()
     {
         let is_first = is_first_microbatch.filter(|first| !first.is_none());
         let is_first = is_first.map(PyAnyMethods::is_truthy).transpose()?;

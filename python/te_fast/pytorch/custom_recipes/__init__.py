@@ -1,0 +1,1 @@
+"""Factories for :class:`te_fast.common.recipe.CustomRecipe`, where Transformer Engine has them."""
