@@ -18,6 +18,7 @@ from te_fast.common.recipe import (
 )
 from te_fast.errors import ArgumentError, RecipeError, UnsupportedError
 from te_fast.pytorch import ops
+from te_fast.pytorch.constants import FP8BwdTensorIdx, FP8FwdTensorIdx
 from te_fast.pytorch.custom_recipes import quantizer_factories as factories
 from te_fast.runtime import autocast as autocast_regions
 from te_fast.runtime import support
@@ -602,3 +603,24 @@ def test_quantize_alone_asks_for_a_bare_role(mode):
     assert set(asked) == {te.QuantizerRole(), None}
     if mode == "forward":
         assert type(y).__name__ == "Float8Tensor"
+
+
+def test_indices_lead_to_the_quantizers_of_the_layers_own_recipe():
+    layer = te.LayerNormMLP(32, 64, device="cpu")
+    with te.autocast(recipe=CustomRecipe(qfactory=factories.float8_block_scaling_factory)):
+        layer(torch.randn(16, 32))
+    forward, backward = layer.quantizers["scaling_fwd"], layer.quantizers["scaling_bwd"]
+    index = FP8FwdTensorIdx
+    weights = [forward[place] for place in (index.GEMM1_WEIGHT, index.GEMM2_WEIGHT)]
+    inputs = [forward[place] for place in (index.GEMM1_INPUT, index.GEMM2_INPUT)]
+    grads = [
+        backward[place] for place in (FP8BwdTensorIdx.GRAD_OUTPUT1, FP8BwdTensorIdx.GRAD_OUTPUT2)
+    ]
+    assert [quantizer.block_scaling_dim for quantizer in (*weights, *inputs, *grads)] == [
+        2,
+        2,
+        1,
+        1,
+        1,
+        1,
+    ]

@@ -54,7 +54,7 @@ _NAMES = {
     ),
     "te_fast.pytorch.constants": (
         "AttnBiasTypes AttnMaskTypes AttnTypes LayerTypes QKVLayouts "
-        "FP8BwdTensorIdx FP8FwdTensorIdx GemmParallelModes MXFP8_BLOCK_SCALING_SIZE "
+        "GemmParallelModes MXFP8_BLOCK_SCALING_SIZE "
         "NVFP4_BLOCK_SCALING_SIZE dist_group_type"
     ),
     "te_fast.pytorch.tensor": (

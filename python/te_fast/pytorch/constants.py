@@ -1,11 +1,19 @@
-"""Element types, and how context-parallel ranks share tokens, where Transformer Engine has them."""
+"""Element types, indices of quantizers, and how context-parallel ranks share tokens, as Transformer Engine has them."""
 
 from te_fast._names import publish
 from te_fast.attention.rules import CPLoadBalancingStrategy
 from te_fast.pytorch._missing import missing
 from te_fast.tensor.dtypes import DType, TE_DType, TE_DType_To_Torch
+from te_fast.tensor.slots import FP8BwdTensorIdx, FP8FwdTensorIdx
 
-__all__ = ["CPLoadBalancingStrategy", "DType", "TE_DType", "TE_DType_To_Torch"]
+__all__ = [
+    "CPLoadBalancingStrategy",
+    "DType",
+    "FP8BwdTensorIdx",
+    "FP8FwdTensorIdx",
+    "TE_DType",
+    "TE_DType_To_Torch",
+]
 
 publish(__name__)
 

@@ -26,8 +26,8 @@ mod _native {
     };
     #[pymodule_export]
     use crate::autocast::region::{
-        AutocastRegion, CurrentRegion, autocast_callbacks, autocast_is_of_factory, autocast_objects, autocast_region, autocast_reset,
-        autocast_set, autocast_set_depth,
+        AutocastRegion, CurrentRegion, autocast_callbacks, autocast_is_of_factory, autocast_objects, autocast_region,
+        autocast_reset, autocast_set, autocast_set_depth,
     };
     #[pymodule_export]
     use crate::autocast::slots::{
