@@ -6,12 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 from te_fast.errors import ShapeError
-from te_fast.layers import high_precision
 from te_fast.layers.parameters import check_sizes, options_of, refuse_userbuffers
 from te_fast.layers.split import SplitLinear
+from te_fast.runtime import high_precision
 from te_fast.runtime.global_state import autocast_state
 from te_fast.runtime.inputs import check_input
 from te_fast.tensor.primary import is_quantized
@@ -209,13 +208,11 @@ class Linear(SplitLinear):
     ) -> torch.Tensor:
         if autocast_state.fp8_calibration:
             self._take_maxima([inp], [weight])
-        # torch's products may sum a strided input, and its gradient, in another order than the contiguous copy.
-        inp = inp.contiguous()
+        handle = self._handles["weight"]
         if self.fuse_wgrad_accumulation or self.delay_wgrad_compute:
             inp = inp.to(self.activation_dtype)
-            bias = None if bias is None else bias.to(inp.dtype)
-            return high_precision.linear(inp, weight, bias, self, is_first_microbatch is True)
-        return functional.linear(inp, weight, bias)
+        options = {"is_whole": self._parts is None, "overwrite": is_first_microbatch is True}
+        return high_precision.linear(inp, weight, bias, handle, **options)
 
     def extra_repr(self) -> str:
         """Sizes and bias, as ``torch.nn.Linear`` shows them, then type, recipe and parallel arguments."""

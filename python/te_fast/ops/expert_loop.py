@@ -1,4 +1,7 @@
-"""Runs experts one by one, each as a dense program, on devices without grouped kernels."""
+"""Runs experts one by one, on devices without grouped kernels: in FP8 each as a dense program, otherwise by torch.
+
+So the results outside of FP8 are those of `Linear` layers, bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,10 @@ from torch.nn import functional
 
 from te_fast import _config
 from te_fast.errors import UnsupportedError
-from te_fast.runtime import main_grad, native
+from te_fast.runtime import high_precision, main_grad, native
 from te_fast.runtime.compiling import is_traced
 from te_fast.runtime.global_state import autocast_state
+from te_fast.tensor.primary import is_quantized
 from te_fast.tensor.stacks import experts_of
 
 #: The GPUs that products of all experts in one launch are compiled for.
@@ -167,19 +171,38 @@ class ExpertLoop:
         weights = self._parts("weight", experts.weights, fuse=experts.fuse)
         biases = None if experts.biases is None else self._parts("bias", experts.biases, fuse=False)
         *chunks, rest = x.split([*counts, x.shape[0] - sum(counts)])
-        results = []
-        in_fp8 = autocast_state.fp8_enabled
-        for number, (program, chunk) in enumerate(zip(self._programs, chunks, strict=True)):
-            parameters = (weights[number], *(() if biases is None else (biases[number],)))
-            lacks = -chunk.shape[0] % _ROWS if in_fp8 else 0
-            given = functional.pad(chunk, (0, 0, 0, lacks)) if lacks else chunk
-            y = native.program_apply(
-                program, experts.owner, given, (), is_first_microbatch, parameters, None
+        run = self._in_fp8 if autocast_state.fp8_enabled else self._in_high_precision
+        results = [
+            run(
+                number,
+                chunk,
+                weight,
+                None if biases is None else biases[number],
+                is_first_microbatch,
             )
-            results.append(y[: chunk.shape[0]] if lacks else y)
+            for number, (chunk, weight) in enumerate(zip(chunks, weights, strict=True))
+        ]
         if rest.shape[0]:
             results.append(rest.new_zeros(rest.shape[0], experts.outputs))
         return torch.cat(results)
+
+    def _in_fp8(
+        self, number: int, x: torch.Tensor, weight: Any, bias: Any, is_first_microbatch: bool | None
+    ) -> torch.Tensor:
+        parameters = (weight,) if bias is None else (weight, bias)
+        lacks = -x.shape[0] % _ROWS
+        given = functional.pad(x, (0, 0, 0, lacks)) if lacks else x
+        program, owner = self._programs[number], self._experts.owner
+        y = native.program_apply(program, owner, given, (), is_first_microbatch, parameters, None)
+        return y[: x.shape[0]]
+
+    def _in_high_precision(
+        self, number: int, x: torch.Tensor, weight: Any, bias: Any, is_first_microbatch: bool | None
+    ) -> torch.Tensor:
+        if is_quantized(weight):
+            weight = weight.dequantize()
+        options = {"is_whole": True, "overwrite": is_first_microbatch is True}
+        return high_precision.linear(x, weight, bias, self.handles[number], **options)
 
     def _parts(self, kind: str, names: Sequence[str], *, fuse: bool) -> list[Any]:
         """Return the weights, or the biases, of the experts, each with its ``main_grad``."""
