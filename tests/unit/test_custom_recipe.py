@@ -562,6 +562,15 @@ def test_bad_arguments():
             columnwise_quantizer=te.IdentityQuantizer(),
             columnwise_source="rows",
         )
+    two = te.HybridQuantizer(rowwise_quantizer=one, columnwise_quantizer=te.IdentityQuantizer())
+    two.internal = True
+    other = two.copy()
+    assert other.internal
+    assert other.rowwise_quantizer is not one
+    assert (other.rowwise_quantizer.dtype, other.rowwise_quantizer.columnwise_usage) == (
+        E4M3,
+        False,
+    )
     with pytest.raises(UnsupportedError, match="makes no tensors"):
         te.IdentityQuantizer()(torch.ones(2, 2))
 

@@ -119,8 +119,8 @@ class HybridQuantizer(_OfFactories):
         for name, quantizer in given:
             if isinstance(quantizer, QuantizerRequest):
                 message = (
-                    f"HybridQuantizer: {name}_quantizer is a {type(quantizer).__name__}, which a factory can only "
-                    "return for the whole operand: nested QuantizerRequest objects are not supported"
+                    "HybridQuantizer does not support nested QuantizerRequest objects: a factory returns "
+                    f"{type(quantizer).__name__} for the whole operand, got one as {name}_quantizer"
                 )
                 raise ArgumentError(message)
             if not isinstance(quantizer, Quantizer):
@@ -138,3 +138,10 @@ class HybridQuantizer(_OfFactories):
         self.columnwise_source = columnwise_source
         rowwise_quantizer.set_usage(rowwise=True, columnwise=False)
         columnwise_quantizer.set_usage(rowwise=False, columnwise=True)
+
+    def copy(self) -> HybridQuantizer:
+        """Return another quantizer with the same settings, over copies of both quantizers."""
+        made: HybridQuantizer = super().copy()
+        made.rowwise_quantizer = self.rowwise_quantizer.copy()
+        made.columnwise_quantizer = self.columnwise_quantizer.copy()
+        return made
