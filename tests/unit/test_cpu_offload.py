@@ -166,6 +166,39 @@ def test_a_graph_that_is_kept_is_run_again(copies):
     assert copies["back"] == 2 * copies["out"] > 0
 
 
+class Streams(kept.Stream):
+    """Copies that are never waited for unless somebody asks, on a stream that is named."""
+
+    def __init__(self):
+        self.waits = []
+
+    def copy(self, target, source):
+        target.copy_(source)
+        return "copy"
+
+    def current(self):
+        return "compute"
+
+    def wait(self, event, stream=None):
+        self.waits.append((event, stream))
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+def test_memory_that_is_still_written_is_freed_behind_the_copy(is_read):
+    """As after an error in a backward that has begun to copy back."""
+    streams = Streams()
+    memory = kept.Kept(torch.zeros(1024), streams)
+    memory.watch(torch.zeros(1024))
+    assert memory.start_offload()
+    memory.release()
+    memory.start_reload()
+    if is_read:
+        memory.get()
+    streams.waits.clear()
+    del memory
+    assert streams.waits == ([] if is_read else [("copy", "compute")])
+
+
 def test_a_tensor_that_is_saved_twice_is_copied_once(copies):
     context, synchronize = te.get_cpu_offload_context(True, 1, 3)
     weight, x = torch.randn(32, 32, requires_grad=True), torch.randn(32, 32)

@@ -88,10 +88,14 @@ class Stream:
             target.copy_(source, non_blocking=True)
             return self._stream.record_event()
 
-    def wait(self, event: Any) -> None:
-        """Let the current stream wait for a copy."""
+    def current(self) -> Any:
+        """Return the current stream; None without one."""
+        return None if self._stream is None else torch.cuda.current_stream()
+
+    def wait(self, event: Any, stream: Any = None) -> None:
+        """Let a stream, by default the current one, wait for a copy."""
         if event is not None:
-            torch.cuda.current_stream().wait_event(event)
+            (stream or torch.cuda.current_stream()).wait_event(event)
 
 
 class Kept:
@@ -117,6 +121,13 @@ class Kept:
         self._on_host: torch.Tensor | None = None
         self._left: Any = None
         self._came: Any = None
+        # The stream that frees the memory of a copy back which nobody has waited for.
+        self._frees: Any = None
+
+    def __del__(self) -> None:
+        """Let memory that is still written be used again only after the copy: backward may end early, by an error."""
+        if self._frees is not None:
+            self._stream.wait(self._came, self._frees)
 
     @property
     def on_host(self) -> torch.Tensor | None:
@@ -162,6 +173,7 @@ class Kept:
             return
         # From the current stream's memory, which reads the tensor only after the copy.
         self._on_device = torch.empty_like(self._on_host, device=self._device)
+        self._frees = self._stream.current()
         self._came = self._stream.copy(self._on_device, self._on_host)
 
     def get(self) -> torch.Tensor:
@@ -187,6 +199,7 @@ class Kept:
 
     def _wait(self) -> None:
         self._stream.wait(self._came)  # each stream that reads it
+        self._frees = None
 
     def drop(self) -> None:
         """Drop the device's copy if the host has one; the next use copies it back."""
