@@ -70,8 +70,8 @@ def current_scaling_factory(role: QuantizerRole | None) -> Float8CurrentScalingQ
     >>> import te_fast.pytorch as te
     >>> from te_fast.pytorch.custom_recipes import quantizer_factories
     >>> role = te.QuantizerRole("linear", "grad_output")
-    >>> quantizer_factories.current_scaling_factory(role).dtype
-    <DType.kFloat8E5M2: 5>
+    >>> quantizer_factories.current_scaling_factory(role).dtype.name
+    'kFloat8E5M2'
     """
     is_grad = role is not None and role.tensor_type == "grad_output"
     return Float8CurrentScalingQuantizer(DType.kFloat8E5M2 if is_grad else DType.kFloat8E4M3)
