@@ -5,7 +5,7 @@ The other cases are marked slow, and ``combination``: other releases of torch th
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import combinations, cycle, islice, product
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -36,3 +36,26 @@ def pairs(first: Collection[Any], second: Collection[Any]) -> list[Any]:
         pytest.param(one, other, marks=() if (row, column) in diagonal else COMBINATION)
         for (row, one), (column, other) in product(enumerate(first), enumerate(second))
     ]
+
+
+def every_pair(*axes: Collection[Any]) -> list[tuple[Any, ...]]:
+    """Some cases of the product, in which each two values of different axes occur together."""
+    whole = list(product(*axes))
+
+    def pairs_of(case: tuple[Any, ...]) -> set[tuple[int, int, Any, Any]]:
+        places = combinations(range(len(case)), 2)
+        return {(first, second, case[first], case[second]) for first, second in places}
+
+    left = set().union(*map(pairs_of, whole))
+    chosen = []
+    while left:
+        best = max(whole, key=lambda case: len(left & pairs_of(case)))
+        chosen.append(best)
+        left -= pairs_of(best)
+    return chosen
+
+
+def every_value(*axes: Collection[Any]) -> list[tuple[Any, ...]]:
+    """Some cases of the product, in which each value occurs."""
+    length = max(map(len, axes))
+    return list(zip(*(islice(cycle(axis), length) for axis in axes), strict=True))

@@ -15,7 +15,7 @@ import te_fast
 import te_fast.pytorch as te
 from graphs import assert_trains_alike, compiled, needs_compile, refusal_of, region, states_of
 from recipes import RECIPES
-from selection import quickly
+from selection import every_value, quickly
 from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from te_fast.errors import DtypeError, ShapeError, StateError
 
@@ -80,7 +80,8 @@ MODELS = LAYERS | {
     ("name", "kind", "is_inside"),
     quickly(
         [
-            *product(MODELS, ["none", "delayed"], [False]),
+            *product(MODELS, ["delayed"], [False]),
+            *product(["TransformerLayer", "MoE"], ["none"], [False]),
             *product(["Linear", "MoE"], RECIPES, [True]),
         ],
         ("Linear", "current", True),
@@ -649,8 +650,8 @@ CHAINS = {
 @pytest.mark.parametrize(
     ("name", "kind"),
     quickly(
-        list(product(CHAINS, RECIPES)),
-        ("user's own", "delayed"),
+        every_value(CHAINS, RECIPES),
+        ("user's own", "current"),
     ),
 )
 def test_chains(name, kind):

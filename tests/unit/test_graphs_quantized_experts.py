@@ -15,7 +15,7 @@ import te_fast.pytorch as te
 from graphs import assert_trains_alike, compiled, needs_compile
 from grouped_layers import with_biases
 from recipes import RECIPES
-from selection import quickly
+from selection import every_pair, every_value, quickly
 from te_fast import dispatch
 from te_fast.common.recipe import Float8BlockScaling, Float8CurrentScaling
 from te_fast.errors import ShapeError, StateError
@@ -137,7 +137,7 @@ def test_an_optimizer_compiles_nothing_and_no_weight_is_quantised_in_a_graph(nam
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "kind"), list(product(MAKERS, RECIPES)))
+@pytest.mark.parametrize(("name", "kind"), every_value(MAKERS, RECIPES))
 def test_inductors_code_around_experts(name, kind):
     recipe = RECIPES[kind]()
     options = {"rows": (16, 32), "cols": 128, "options": {"backend": "inductor"}}
@@ -161,8 +161,8 @@ def test_weights_without_a_column_layout(name, kind):
 @pytest.mark.parametrize(
     ("name", "delay", "kind"),
     quickly(
-        list(product(MAKERS, [False, True], RECIPES)),
-        ("one", True, "delayed"),
+        every_pair(MAKERS, [False, True], RECIPES),
+        ("each", True, "delayed"),
         ("each", False, "block"),
     ),
 )
@@ -201,7 +201,7 @@ def test_backward_in_high_precision(name):
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    quickly(list(product(MAKERS, RECIPES)), ("one", "delayed")),
+    quickly(every_value(MAKERS, RECIPES), ("one", "delayed")),
 )
 def test_outside_of_fp8_they_are_dequantised(name, kind):
     def outside(model, x, *_):
