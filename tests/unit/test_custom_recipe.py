@@ -633,3 +633,21 @@ def test_indices_lead_to_the_quantizers_of_the_layers_own_recipe():
         1,
         1,
     ]
+
+
+@pytest.mark.parametrize("kind", [*PLAIN, "plain"])
+def test_calibration_records_what_the_layers_own_recipe_needs(kind):
+    first, second = pair("layernorm_mlp")
+    x = torch.randn(16, 32)
+    plain = PLAIN[kind][1]() if kind in PLAIN else None
+    recipe = CustomRecipe(qfactory=BY_NAME[kind])
+    results = []
+    for module, one in ((first, plain), (second, recipe)):
+        with torch.no_grad(), te.autocast(enabled=False, calibrating=one is not None, recipe=one):
+            results.append([module(x)])
+    assert_equal(*results)
+    states = [module.fp8_meta.get("scaling_fwd") for module in (first, second)]
+    assert (states[1] is not None) == (kind == "delayed")
+    if kind == "delayed":
+        assert (states[1].amax_history[-1] > 0).any()
+        assert_equal(*([state.scale, state.amax_history] for state in states))

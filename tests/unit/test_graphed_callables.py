@@ -20,7 +20,7 @@ from graphed import (
 from graphs import needs_compile, region, states_of
 from host_graphs import install
 from recipes import RECIPES
-from te_fast.common.recipe import DelayedScaling, Float8CurrentScaling
+from te_fast.common.recipe import CustomRecipe, DelayedScaling, Float8CurrentScaling
 from te_fast.errors import (
     ArgumentError,
     DeviceError,
@@ -28,7 +28,9 @@ from te_fast.errors import (
     ShapeError,
     StateError,
     TeFastError,
+    UnsupportedError,
 )
+from te_fast.pytorch.custom_recipes import quantizer_factories
 
 ROWS, COLS = 16, 32
 CPU = {"device": "cpu"}
@@ -979,3 +981,24 @@ def test_a_weight_whose_bytes_are_elsewhere_raises(graphs):
             exchange(model.weight)
             with pytest.raises(StateError, match="parameter weight was replaced or moved"):
                 graphed(x)
+
+
+def test_layers_with_recipes_of_their_own(graphs):
+    """A graph holds what the factory gave to each layer at the capture; scales of delayed scaling would not follow."""
+
+    def factory(role):
+        if role is not None and role.name == "head":
+            return te.IdentityQuantizer()
+        return quantizer_factories.current_scaling_factory(role)
+
+    recipe = CustomRecipe(qfactory=factory)
+    torch.manual_seed(3)
+    names = ("body", "head")
+    eager = torch.nn.Sequential(*[te.Linear(COLS, COLS, name=name, **CPU) for name in names])
+    graphed = graphs.graphed(copy.deepcopy(eager), (sample(),), **quantising(recipe))
+    for _ in range(3):
+        both((eager, graphed), recipe, sample(), torch.randn(ROWS, COLS))
+        assert_stepped_alike(eager, graphed)
+    delayed = CustomRecipe(qfactory=quantizer_factories.delayed_scaling_factory)
+    with pytest.raises(UnsupportedError, match="delayed scaling to body"):
+        te.make_graphed_callables(copy.deepcopy(eager), (sample(),), **quantising(delayed))

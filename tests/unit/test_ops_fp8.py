@@ -14,7 +14,13 @@ import te_fast.pytorch as te
 from compound_layers import QUANTIZED, assert_close
 from ops_reference import leaf, randomise
 from te_fast import dispatch
-from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format
+from te_fast.common.recipe import (
+    CustomRecipe,
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+)
 from te_fast.errors import ShapeError, StateError
 from te_fast.pytorch import ops
 from te_fast.state.extra_state import unpack
@@ -440,9 +446,12 @@ def late_state(chain):
 
 
 @LATE
-def test_a_failed_forward_leaves_the_scales_as_they_were(kind):
+@pytest.mark.parametrize("is_of_factory", [False, True])
+def test_a_failed_forward_leaves_the_scales_as_they_were(kind, is_of_factory):
     chain, run, (error, message) = late_failure(kind)
     recipe = DelayedScaling(amax_history_len=4)
+    if is_of_factory:
+        recipe = CustomRecipe(qfactory=lambda role: te.DelayedScalingRequest(amax_history_len=4))
     with te.autocast(recipe=recipe):
         y = run(leaf(16, 64, dtype=torch.bfloat16), fail=False)
     y.backward(torch.ones_like(y))

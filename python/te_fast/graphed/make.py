@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from te_fast.errors import ArgumentError, DeviceError, StateError
+from te_fast.errors import ArgumentError, DeviceError, StateError, UnsupportedError
 from te_fast.graphed import arguments
 from te_fast.graphed.arguments import Options
 from te_fast.graphed.inputs import Inputs
@@ -19,8 +19,9 @@ from te_fast.graphed.replay import GraphedCallable
 from te_fast.graphed.run import Run, Shared, waits_for_weight_gradients
 from te_fast.graphed.scales import restore_fp8_tensors, save_fp8_tensors
 from te_fast.graphed.skip import SkipFlag
-from te_fast.recipe import Recipe
+from te_fast.recipe import CustomRecipe, Recipe
 from te_fast.runtime.capturing import set_capture_end, set_capture_start
+from te_fast.tensor.of_factory import own_recipe
 
 _NAME = "make_graphed_callables"
 
@@ -245,10 +246,28 @@ def _check_devices(name: str, tensors: Sequence[torch.Tensor], device: torch.dev
             raise DeviceError(message)
 
 
+def _refuse_delayed_layers(modules: Sequence[torch.nn.Module], recipe: Recipe | None) -> None:
+    """Raise if a factory gives delayed scaling to a layer: replays update scales by the recipe of the whole graph."""
+    if not isinstance(recipe, CustomRecipe):
+        return
+    parts: list[Any] = [part for module in modules for part in module.modules()]
+    for part in parts:
+        if not getattr(part, "_linear_roles", list)():
+            continue
+        own = own_recipe(part, recipe)
+        if own is not None and own.delayed():
+            message = (
+                f"{_NAME}: the factory of the CustomRecipe gives delayed scaling to {part._state_name()}, which graphs "
+                "do not support; let the factory give a quantizer without a history, or capture under DelayedScaling"
+            )
+            raise UnsupportedError(message)
+
+
 @contextmanager
 def _as_before(modules: Sequence[torch.nn.Module], shared: Shared) -> Iterator[None]:
     """Restore scales, buffers and random numbers at the end of the context."""
     quantization = shared.quantization
+    _refuse_delayed_layers(modules, quantization.recipe)
     buffers = [buffer for module in modules for buffer in module.buffers()]
     contents = [buffer.clone() for buffer in buffers]
     saved = save_fp8_tensors(modules, quantization.recipe)

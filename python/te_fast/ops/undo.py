@@ -26,11 +26,12 @@ class Undo:
     ops : sequence of BasicOperation
         The operations that are about to run.
     recipe : Recipe, optional
-        The region's recipe; only delayed scaling has maxima to restore.
+        The region's recipe; only delayed scaling has maxima to restore, which a factory may give to an operation.
     """
 
     def __init__(self, ops: Sequence[BasicOperation], recipe: Recipe | None) -> None:
-        self._ops = list(ops) if recipe is not None and recipe.delayed() else []
+        may_be_delayed = recipe is not None and (recipe.delayed() or recipe.custom())
+        self._ops = list(ops) if may_be_delayed else []
         states = [op._delayed_state("forward") for op in self._ops]
         self._made = [state is not None for state in states]
         self._rows = [state.amax_history[0] for state in states if state is not None]

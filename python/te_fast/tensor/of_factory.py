@@ -90,8 +90,15 @@ def own_region(owner: Any) -> autocast | None:
 
 
 def _region_of(own: Recipe | None, group: Any) -> autocast:
-    is_graph = native.autocast_region()[2]
-    return _OwnRegion(own is not None, recipe=own, amax_reduction_group=group, _graph=is_graph)
+    enabled, calibrates, is_graph, *_ = native.autocast_region()
+    is_quantised = own is not None
+    return _OwnRegion(
+        enabled and is_quantised,
+        calibrates and is_quantised,
+        recipe=own,
+        amax_reduction_group=group,
+        _graph=is_graph,
+    )
 
 
 def in_shared_region(forward: Callable[..., Any]) -> Callable[..., Any]:

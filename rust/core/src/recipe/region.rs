@@ -61,10 +61,10 @@ impl Region {
         group: 0,
     };
 
-    /// Whether layers quantise, each by the recipe that a factory of the user's gives it.
+    /// Whether layers quantise or calibrate, each by the recipe that a factory of the user's gives it.
     #[must_use]
     pub const fn is_of_factory(&self) -> bool {
-        self.enabled && self.recipe.is_custom()
+        (self.enabled || self.calibrating) && self.recipe.is_custom()
     }
 
     /// Whether layers keep absolute maxima for a later scale: quantising with delayed scaling, or calibrating for it.

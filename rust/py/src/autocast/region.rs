@@ -271,7 +271,7 @@ pub(crate) fn autocast_region(py: Python<'_>) -> PyResult<(bool, bool, bool, boo
     Ok((flags.0, flags.1, flags.2, flags.3, autocast.depth(), region.epoch))
 }
 
-/// Whether layers quantise by the recipes that a factory gives them.
+/// Whether layers quantise or calibrate by the recipes that a factory gives them.
 #[pyfunction]
 pub(crate) fn autocast_is_of_factory(py: Python<'_>) -> PyResult<bool> {
     Ok(state(py)?.dispatcher(py)?.0.autocast.current().is_of_factory())
@@ -320,7 +320,7 @@ impl CurrentRegion {
         Ok(region.calibrating && !region.enabled)
     }
 
-    /// Layers quantise by the recipes that a factory gives them.
+    /// Layers quantise or calibrate by the recipes that a factory gives them.
     #[getter]
     fn is_of_factory(&self, py: Python<'_>) -> PyResult<bool> {
         autocast_is_of_factory(py)
