@@ -651,3 +651,55 @@ def test_calibration_records_what_the_layers_own_recipe_needs(kind):
     if kind == "delayed":
         assert (states[1].amax_history[-1] > 0).any()
         assert_equal(*([state.scale, state.amax_history] for state in states))
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_results_in_fp8_have_the_factorys_quantizers_or_are_refused(kind):
+    factory, plain = PLAIN[kind]
+
+    def for_all(role):
+        """Answers of one kind for every role: the gradient of the input is that of another layer's output."""
+        return factory(te.QuantizerRole("linear", "grad_output") if role == "gradient" else role)
+
+    made = {}
+    for name, recipe in (("plain", plain()), ("factory", CustomRecipe(qfactory=for_all))):
+        torch.manual_seed(6)
+        layer = te.Linear(32, 32, device="cpu")
+        layer.grad_input_quantizer_role = "gradient" if name == "factory" else None
+        x = torch.randn(16, 32, requires_grad=True)
+        with te.autocast(recipe=recipe):
+            y = layer(x, fp8_output=True, fp8_grad=kind != "block")
+        y.backward(torch.ones(16, 32))
+        made[name] = [y.dequantize(), layer.weight.grad]
+    assert_equal(*made.values())
+
+
+@pytest.mark.parametrize("option", ["fp8_output", "fp8_grad"])
+def test_another_quantizer_for_a_result_in_fp8_is_refused(option):
+    layer = te.Linear(32, 32, device="cpu", name="proj")
+
+    def factory(role):
+        if role is None:  # the output and the input's gradient
+            return te.Float8BlockQuantizer(E4M3, rowwise=True, columnwise=True)
+        return factories.current_scaling_factory(role)
+
+    x = torch.randn(16, 32, requires_grad=True)
+    with (
+        te.autocast(recipe=CustomRecipe(qfactory=factory)),
+        pytest.raises(UnsupportedError, match=f"proj: {option}=True.*Float8BlockQuantizer"),
+    ):
+        layer(x, **{option: True}).sum().backward()
+
+
+def test_algorithms_of_delayed_scaling_tell_recipes_apart():
+    mlp = te.LayerNormMLP(32, 64, device="cpu", name="mlp")
+
+    def factory(role):
+        is_last = role is not None and role.name == "mlp.fc2"
+        return te.DelayedScalingRequest(amax_compute_algo="most_recent" if is_last else "max")
+
+    with (
+        te.autocast(recipe=CustomRecipe(qfactory=factory)),
+        pytest.raises(UnsupportedError, match="separate modules"),
+    ):
+        mlp(torch.randn(16, 32))

@@ -436,7 +436,9 @@ class TransformerEngineBaseModule(StatefulModule):
         key, slot = ("scaling_bwd", 1) if is_grad else ("scaling_fwd", self._FORWARD_SLOTS - 1)
         options: dict[str, Any] = {"rowwise": True, "columnwise": columnwise}
         role = "grad" if is_grad else "input"
-        return quantizer_of(recipe, role, self.fp8_meta.get(key), slot, **options)
+        made = quantizer_of(recipe, role, self.fp8_meta.get(key), slot, **options)
+        of_factory.check_outer(self, made, is_grad=is_grad)
+        return made
 
     def _quantizer_of_rows(self, recipe: Recipe, role: Role, group: Any) -> Any:
         """Return the quantizer for gathered rows of the input or of the result's gradient; None to gather values."""

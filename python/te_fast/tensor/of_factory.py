@@ -33,8 +33,8 @@ from te_fast.tensor.float8 import Float8CurrentScalingQuantizer
 from te_fast.tensor.passthrough import HybridQuantizer, IdentityQuantizer
 
 Kind = Literal["linear", "grouped_linear", ""]
-#: The recipe of an owner, by the factory and override that it follows from.
-_known: WeakKeyDictionary[Any, tuple[tuple[Any, ...], Recipe | None]] = WeakKeyDictionary()
+#: What a factory gave to an owner.
+_known: WeakKeyDictionary[Any, _Given] = WeakKeyDictionary()
 
 
 class LinearRoles(NamedTuple):
@@ -46,6 +46,16 @@ class LinearRoles(NamedTuple):
     #: The others, whose quantizers `fp8_output` and `fp8_grad` would use.
     output: QuantizerRole | None = None
     grad_input: QuantizerRole | None = None
+
+
+class _Given(NamedTuple):
+    """The recipe of an owner, and the factory and override that it follows from."""
+
+    key: tuple[Any, ...]
+    recipe: Recipe | None
+    #: Answers for the last output and the first input's gradient.
+    output: Any
+    grad_input: Any
 
 
 class _Operand(NamedTuple):
@@ -117,7 +127,7 @@ def in_shared_region(forward: Callable[..., Any]) -> Callable[..., Any]:
         recipe, group = native.autocast_objects()
         owners = [module for module in self.modules() if getattr(module, "_linear_roles", list)()]
         recipes = [own_recipe(owner, recipe) for owner in owners]
-        if not owners or any(repr(own) != repr(recipes[0]) for own in recipes):
+        if not owners or any(_content(own) != _content(recipes[0]) for own in recipes):
             return forward(self, *arguments, **options)
         with _region_of(recipes[0], group):
             return forward(self, *arguments, **options)
@@ -158,17 +168,50 @@ def own_recipe(owner: Any, recipe: CustomRecipe) -> Recipe | None:
     """
     key = recipe.qfactory, recipe.backward_override
     known = _known.get(owner)
-    if known is not None and known[0] == key:
-        return known[1]
-    answer = _Answer(owner._state_name(), *key)
-    found = answer.recipe_of(owner._linear_roles())
-    _known[owner] = key, found
-    return found
+    if known is None or known.key != key:
+        answer = _Answer(owner._state_name(), *key)
+        found = answer.recipe_of(owner._linear_roles())
+        known = _known[owner] = _Given(key, found, answer.output, answer.grad_input)
+    return known.recipe
 
 
 def forget(owner: Any) -> None:
     """Let the factory be asked again for an owner, whose roles have changed."""
     _known.pop(owner, None)
+
+
+def check_outer(owner: Any, made: Any, *, is_grad: bool) -> None:
+    """Raise if a factory gives another quantizer for a result in FP8 than the owner's recipe has.
+
+    Parameters
+    ----------
+    owner : TransformerEngineBaseModule
+        The layer that returns the result.
+    made : Float8QuantizerBase
+        The recipe's quantizer.
+    is_grad : bool
+        The result is the input's gradient.
+
+    Raises
+    ------
+    UnsupportedError
+        If the quantizers differ.
+    """
+    known = _known.get(owner)
+    if known is None or known.recipe is not owner.fp8_meta["recipe"]:
+        return
+    answer = known.grad_input if is_grad else known.output
+    given = known.recipe if isinstance(answer, DelayedScalingRequest) else answer
+    agrees = given.delayed() if given is known.recipe else _settings(answer) == _settings(made)
+    if not agrees:
+        option, what = (
+            ("fp8_grad", "the input's gradient") if is_grad else ("fp8_output", "the output")
+        )
+        message = (
+            f"{owner._state_name()}: {option}=True quantises {what} by the layer's recipe ({made!r} of {made.dtype}), "
+            f"and the factory of the CustomRecipe gives {answer!r}; give the same for its role, or leave {option} False"
+        )
+        raise UnsupportedError(message)
 
 
 class _Answer:
@@ -178,15 +221,19 @@ class _Answer:
         self._name = name
         self._factory = factory
         self._override = override
+        self.output: Any = None
+        self.grad_input: Any = None
 
     def recipe_of(self, linears: Sequence[LinearRoles]) -> Recipe | None:
         """Return the recipe of all linear operations."""
-        found = [self._of_linear(roles) for roles in linears]
+        given = [LinearRoles(*map(self._asked, roles)) for roles in linears]
+        found = [self._of_linear(*both) for both in zip(linears, given, strict=True)]
         if not found:
             return None
+        self.output, self.grad_input = given[-1].output, given[0].grad_input
         first, *others = found
         for roles, other in zip(linears[1:], others, strict=True):
-            if repr(other) != repr(first):
+            if _content(other) != _content(first):
                 message = (
                     f"{_shown(other)} for {roles.weight} and {_shown(first)} for {linears[0].weight}, which run as one "
                     "program; give both one recipe, or make them separate modules"
@@ -207,8 +254,7 @@ class _Answer:
             raise ArgumentError(message)
         return answer
 
-    def _of_linear(self, roles: LinearRoles) -> Recipe | None:
-        given = LinearRoles(*map(self._asked, roles))
+    def _of_linear(self, roles: LinearRoles, given: LinearRoles) -> Recipe | None:
         x, weight = (
             self._operand(role, answer)
             for role, answer in ((roles.input, given.input), (roles.weight, given.weight))
@@ -334,6 +380,11 @@ class _Answer:
         shown = ", ".join(f"{role}: {kind}" for role, kind in zip(roles, kinds, strict=False))
         message = f"{shown}; inputs and weights must be E4M3, and gradients E4M3 or E5M2"
         raise self._unsupported(message)
+
+
+def _content(own: Recipe | None) -> dict[str, Any] | None:
+    """Return what decides how a recipe quantises."""
+    return None if own is None else own._describe()
 
 
 def _settings(answer: Any) -> tuple[Any, ...] | None:
