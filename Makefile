@@ -21,7 +21,11 @@ TORCH ?= $(CURRENT_TORCH)
 # the list of rust/kernels/build.rs.
 TEST_ARCHS ?= 90
 SOME_ARCHS := $(filter-out release,$(TEST_ARCHS))
-FOR_ARCHS := $(SOME_ARCHS:%=TE_FAST_CUDA_ARCHS=%)
+# WHEEL_ARCHS, for instance 80,90,120, are the architectures of release wheels, all of the release's unless given.
+WHEEL_ARCHS ?=
+FOR_WHEELS := $(WHEEL_ARCHS:%=TE_FAST_CUDA_ARCHS=%)
+FOR_ARCHS := $(or $(SOME_ARCHS:%=TE_FAST_CUDA_ARCHS=%),$(FOR_WHEELS))
+CHECKED_ARCHS := $(addprefix --archs ,$(or $(SOME_ARCHS),$(WHEEL_ARCHS)))
 WHEEL_PYTHONS := 3.10 3.11 3.12 3.13 3.14
 WHEEL_MACHINES := x86_64 aarch64
 MACHINE := $(shell uname -m)
@@ -234,7 +238,7 @@ REMAP = --remap-path-prefix=$(CURDIR)=te_fast --remap-path-prefix=$${CARGO_HOME:
 wheel-%: $(BUILD)/venv/.ready $(BUILD)/venv/.group-wheel
 	rm -f dist/te_fast-*-cp$(subst .,,$(word 1,$(subst -, ,$*)))-*_$(word 2,$(subst -, ,$*)).whl
 	rustup --quiet target add $(word 2,$(subst -, ,$*))-unknown-linux-gnu 2>/dev/null || :
-	PATH="$(CURDIR)/$(BUILD)/venv/bin:$$PATH" RUSTFLAGS="$(REMAP)" TE_FAST_NVCC="$(NVCC)" TE_FAST_FATBINS="$(FATBINS)" \
+	PATH="$(CURDIR)/$(BUILD)/venv/bin:$$PATH" RUSTFLAGS="$(REMAP)" TE_FAST_NVCC="$(NVCC)" TE_FAST_FATBINS="$(FATBINS)" $(FOR_WHEELS) \
 	  $(MATURIN) build --release --quiet --zig --compatibility manylinux_2_28 --target-dir target/wheels \
 	  --target $(word 2,$(subst -, ,$*))-unknown-linux-gnu --interpreter python$(word 1,$(subst -, ,$*)) --out dist
 
@@ -249,13 +253,13 @@ wheel: ## release wheels in dist/ for this Python and machine, and their checks
 	@# torch, which the checks import, is downloaded while the compilers work.
 	$(MAKE) --no-print-directory --jobs=2 $(THIS_WHEEL) $(VENV)/.torch
 	$(MAKE) --no-print-directory alias
-	$(PY) tools/check_wheel.py dist/te_fast-*.whl
+	$(PY) tools/check_wheel.py dist/te_fast-*.whl $(WHEEL_ARCHS:%=--archs %)
 
 .PHONY: wheels
 wheels: | $(VENV)/.torch ## release wheels for every Python and machine; `make wheel-3.12-aarch64` for one
 	rm -rf dist
 	$(MAKE) --no-print-directory $(foreach machine,$(WHEEL_MACHINES),$(foreach python,$(WHEEL_PYTHONS),wheel-$(python)-$(machine))) alias
-	$(PY) tools/check_wheel.py dist/te_fast-*.whl
+	$(PY) tools/check_wheel.py dist/te_fast-*.whl $(WHEEL_ARCHS:%=--archs %)
 
 # Both builds run in one folder, one after the other: nvcc hashes a source's path into the names of its internal symbols.
 .PHONY: reproduce
@@ -276,7 +280,7 @@ sdist: $(BUILD)/venv/.ready | $(VENV)/.torch ## source distribution in dist/, an
 	$(MATURIN) sdist --out dist
 	@# This wheel shows that nothing is missing in the distribution; nobody uses it, so that it is not optimised.
 	CARGO_PROFILE_RELEASE_OPT_LEVEL=0 CARGO_PROFILE_RELEASE_LTO=off $(FOR_ARCHS) TE_FAST_FATBINS="$(FATBINS)" $(PY) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir $(BUILD)/of_sdist dist/te_fast-*.tar.gz
-	$(PY) tools/check_wheel.py $(BUILD)/of_sdist/te_fast-*.whl $(SOME_ARCHS:%=--archs %) --of-this-machine
+	$(PY) tools/check_wheel.py $(BUILD)/of_sdist/te_fast-*.whl $(CHECKED_ARCHS) --of-this-machine
 
 .PHONY: clean
 clean: ## remove everything that make created, environments included
