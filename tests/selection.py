@@ -46,6 +46,7 @@ def every_pair(*axes: Collection[Any]) -> list[tuple[Any, ...]]:
         places = combinations(range(len(case)), 2)
         return {(first, second, case[first], case[second]) for first, second in places}
 
+    assert len(axes) > 1
     left = set().union(*map(pairs_of, whole))
     chosen = []
     while left:

@@ -361,3 +361,49 @@ def test_tracing_is_refused_by_name(one_by_one):
     message = refusal_of(layer, x, torch.tensor(SPLITS))
     # torch 2.8 may hide the message, but names the class of the error then.
     assert "one by one" in message or "UnsupportedError" in message
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("override", [None, "high_precision", "dequantized"])
+def test_a_forward_that_torch_repeats(override, use_reentrant, one_by_one):
+    one_by_one()
+    recipe = Float8CurrentScaling(backward_override=override)
+    layer = make()
+    other = copy.deepcopy(layer)
+    x, grad = inputs(layer)
+    own = x.detach().clone().requires_grad_()
+    y = step(layer, x, grad, recipe)
+    with te.autocast(recipe=recipe):
+        again = torch.utils.checkpoint.checkpoint(other, own, SPLITS, use_reentrant=use_reentrant)
+    again.backward(grad)
+    assert torch.equal(again, y)
+    assert torch.equal(own.grad, x.grad)
+    assert torch.equal(grads(other), grads(layer))
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["now", "later"])
+@pytest.mark.parametrize("single", [False, True], ids=["parts", "single"])
+def test_quantised_weights_outside_of_fp8_add_to_main_grad(single, later, recipe, one_by_one):
+    found = []
+    for loop in (False, True):
+        one_by_one(loop)
+        torch.manual_seed(3)
+        with te.quantized_model_init(recipe=recipe):
+            layer = make(
+                bias=False,
+                single_grouped_weight=single,
+                fuse_wgrad_accumulation=True,
+                delay_wgrad_compute=later,
+            )
+        buffer = torch.ones(len(SPLITS), 48, 144)
+        weights = [getattr(layer, name) for name in layer.weight_names]
+        for weight, part in zip(weights, [buffer] if single else buffer, strict=True):
+            weight.main_grad = part
+        x, grad = inputs(layer)
+        with pytest.warns(UserWarning, match="dequantised"):
+            layer(x, SPLITS).backward(grad)
+        if later:
+            layer.backward_dw()
+        found.append((x.grad, buffer))
+    agree("high", found, torch.bfloat16)
+    assert not torch.equal(buffer, torch.ones_like(buffer))

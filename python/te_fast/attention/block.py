@@ -16,6 +16,7 @@ from te_fast.layers.layernorm_linear import LayerNormLinear
 from te_fast.runtime import native
 from te_fast.runtime.compiling import is_unseen
 from te_fast.runtime.module_hooks import are_called_plainly
+from te_fast.tensor.of_factory import may_fuse
 
 
 class Attending(NamedTuple):
@@ -210,5 +211,5 @@ def _key_of(hidden: torch.Tensor) -> tuple[Any, ...]:
     enabled, *_, epoch = native.autocast_region()
     return (
         *(hidden.shape, hidden.dtype, hidden.device, hidden.layout, torch.is_grad_enabled()),
-        *(enabled, epoch if enabled else None, *switches()),
+        *(enabled, epoch if enabled else None, may_fuse(), *switches()),
     )

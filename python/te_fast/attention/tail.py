@@ -14,6 +14,7 @@ from te_fast.layers.linear import Linear
 from te_fast.runtime import native
 from te_fast.runtime.compiling import is_unseen
 from te_fast.runtime.module_hooks import are_called_plainly
+from te_fast.tensor.of_factory import may_fuse
 
 #: A module, and names of its attributes and children.
 Noted = tuple[torch.nn.Module, tuple[str, ...]]
@@ -79,7 +80,7 @@ class Tail:
         if weight.dtype != hidden.dtype or weight.device != hidden.device:
             return False
         enabled, calibrating, *_ = native.autocast_region()
-        return bool(enabled or not calibrating) and not native.autocast_is_of_factory()
+        return bool(enabled or not calibrating) and may_fuse()
 
     def __call__(
         self, context: torch.Tensor, residual: torch.Tensor, is_first_microbatch: bool | None

@@ -18,6 +18,7 @@ from te_fast.runtime import native
 from te_fast.runtime.compiling import is_any_autocast_enabled
 from te_fast.runtime.global_state import FP8GlobalStateManager
 from te_fast.runtime.module_hooks import are_called_plainly
+from te_fast.tensor.of_factory import may_fuse
 
 
 class Router(NamedTuple):
@@ -203,5 +204,5 @@ def takes(experts: Any, tokens: torch.Tensor) -> bool:
         and not fuser._is_custom()
         and not _config.DEBUG  # which checks for dropped rows
         and (enabled or not calibrating)
-        and not native.autocast_is_of_factory()
+        and may_fuse()
     )

@@ -122,6 +122,8 @@ def make_graphed_callables(
         If modules have hooks, or cannot be captured as they are.
     DeviceError
         Without a GPU.
+    UnsupportedError
+        If the factory of a ``CustomRecipe`` gives delayed scaling to a layer.
 
     See Also
     --------
@@ -166,6 +168,7 @@ def make_graphed_callables(
     is_training = arguments.check_modules(modules)
     _check_options(options, has_order=_order is not None, is_training=is_training)
     recorder = recorder_of(pool)
+    _refuse_delayed_layers(modules, quantization)
     flag = SkipFlag(recorder.device if quantization.caches_weights else None)
     shared = Shared(options, quantization, recorder, memory_of(pool), is_training, flag)
     runs = _make_runs(order, modules, (sample_args, sample_kwargs), shared)
@@ -246,11 +249,15 @@ def _check_devices(name: str, tensors: Sequence[torch.Tensor], device: torch.dev
             raise DeviceError(message)
 
 
-def _refuse_delayed_layers(modules: Sequence[torch.nn.Module], recipe: Recipe | None) -> None:
+def _refuse_delayed_layers(modules: Sequence[torch.nn.Module], quantization: Any) -> None:
     """Raise if a factory gives delayed scaling to a layer: replays update scales by the recipe of the whole graph."""
+    recipe: Recipe | None = quantization.recipe
     if not isinstance(recipe, CustomRecipe):
         return
-    parts: list[Any] = [part for module in modules for part in module.modules()]
+    quantised = [
+        module for module, enabled in zip(modules, quantization.enabled, strict=True) if enabled
+    ]
+    parts: list[Any] = [part for module in quantised for part in module.modules()]
     for part in parts:
         if not getattr(part, "_linear_roles", list)():
             continue
@@ -267,7 +274,6 @@ def _refuse_delayed_layers(modules: Sequence[torch.nn.Module], recipe: Recipe | 
 def _as_before(modules: Sequence[torch.nn.Module], shared: Shared) -> Iterator[None]:
     """Restore scales, buffers and random numbers at the end of the context."""
     quantization = shared.quantization
-    _refuse_delayed_layers(modules, quantization.recipe)
     buffers = [buffer for module in modules for buffer in module.buffers()]
     contents = [buffer.clone() for buffer in buffers]
     saved = save_fp8_tensors(modules, quantization.recipe)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _NO_FACTORIES = (
-    "autocast: a CustomRecipe's factory is asked outside of any graph; call compiled functions in regions of other "
+    "autocast: a CustomRecipe cannot be in force inside of torch.compile; call compiled functions in regions of other "
     "recipes, or the model without torch.compile"
 )
 #: The region in force around a graph; its attributes are guards of the graph.

@@ -109,7 +109,7 @@ class TransformerEngineBaseModule(StatefulModule):
         self.sequence_parallel = False
         self.primary_weights_in_fp8 = FP8GlobalStateManager.with_fp8_parameters()
         self.preserve_high_precision_init_val = FP8GlobalStateManager.with_high_precision_init_val()
-        self._weight_recipe = autocast_state.model_recipe
+        self._weight_recipe = self._own_recipe(autocast_state.model_recipe)
         self.fsdp_wrapped = False
         self.fsdp_group: Any = None
         self.activation_dtype: torch.dtype | None = None
@@ -355,6 +355,10 @@ class TransformerEngineBaseModule(StatefulModule):
 
     # Recipes of a factory ------------------------------------------------------------------------
 
+    def _own_recipe(self, recipe: Recipe | None) -> Recipe | None:
+        """Return a recipe, or what a factory gives; the layer does not keep the factory, which no pickle may take."""
+        return of_factory.own_recipe(self, recipe) if isinstance(recipe, CustomRecipe) else recipe
+
     def _names_of_linears(self) -> tuple[str, ...]:
         """Return the names of the linear ops for a CustomRecipe's factory; none for attention, which is not in FP8."""
         return (self._role_name,)
@@ -436,9 +440,7 @@ class TransformerEngineBaseModule(StatefulModule):
         key, slot = ("scaling_bwd", 1) if is_grad else ("scaling_fwd", self._FORWARD_SLOTS - 1)
         options: dict[str, Any] = {"rowwise": True, "columnwise": columnwise}
         role = "grad" if is_grad else "input"
-        made = quantizer_of(recipe, role, self.fp8_meta.get(key), slot, **options)
-        of_factory.check_outer(self, made, is_grad=is_grad)
-        return made
+        return quantizer_of(recipe, role, self.fp8_meta.get(key), slot, **options)
 
     def _quantizer_of_rows(self, recipe: Recipe, role: Role, group: Any) -> Any:
         """Return the quantizer for gathered rows of the input or of the result's gradient; None to gather values."""
@@ -452,11 +454,6 @@ class TransformerEngineBaseModule(StatefulModule):
         recipe, parameter = self._weight_recipe, self._parameters[name]
         if not self.primary_weights_in_fp8 or recipe is None or parameter is None:
             return
-        if isinstance(recipe, CustomRecipe):
-            # The factory may be a function that no pickle takes.
-            recipe = self._weight_recipe = of_factory.own_recipe(self, recipe)
-            if recipe is None:
-                return
         if primary.is_quantized(parameter):
             return
         self.fp8_meta["recipe"] = recipe

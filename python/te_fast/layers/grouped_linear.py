@@ -31,7 +31,7 @@ from te_fast.layers.parameters import (
 )
 from te_fast.layers.parts import PartedLayer, concatenate
 from te_fast.ops.expert_loop import ExpertLoop, Experts, is_needed, read_counts, takes
-from te_fast.runtime import native
+from te_fast.runtime import native, scale_tape
 from te_fast.runtime.calls import grouped_layer_call_method
 from te_fast.runtime.capturing import is_graph_capturing
 from te_fast.runtime.collectives import set_tensor_model_parallel_attributes
@@ -265,7 +265,7 @@ class GroupedLinear(PartedLayer):
 
     def _make_native(self) -> None:
         super()._make_native()
-        self.__dict__["_loop"] = None
+        self.__dict__["_loop"] = self.__dict__["_looped_region"] = None
         # The GPU on which one launch serves all experts, as the last call of `forward` found in this process.
         self.__dict__["_one_launch_on"] = None
         self._handles["weight"].save_original_input = self.__dict__.get(
@@ -308,11 +308,11 @@ class GroupedLinear(PartedLayer):
     def save_original_input(self, value: bool) -> None:
         self.__dict__["_save_original_input"] = bool(value)
         self._handles["weight"].save_original_input = bool(value)
-        self.__dict__["_loop"] = None
+        self.__dict__["_loop"] = self.__dict__["_looped_region"] = None
 
     # Experts one by one ---------------------------------------------------------------------------
 
-    _NATIVE = (*PartedLayer._NATIVE, "_loop")
+    _NATIVE = (*PartedLayer._NATIVE, "_loop", "_looped_region")
 
     def _weight_handles(self) -> dict[str, Any]:
         loop: ExpertLoop | None = self.__dict__.get("_loop")
@@ -570,11 +570,20 @@ class GroupedLinear(PartedLayer):
                 return GroupedLinear.forward(
                     self, inp, m_splits, is_first_microbatch, out, dgrad_out
                 )
+        looped = None if traced else self.__dict__.get("_looped_region")
+        if looped is not None and scale_tape.is_repeating():
+            with scale_tape.recorded_region(looped):
+                return GroupedLinear.forward(
+                    self, inp, m_splits, is_first_microbatch, out, dgrad_out
+                )
         if is_needed(inp, self.in_features, self.out_features):
             given = out is not None or dgrad_out is not None
             refuse(self.name, {"out or dgrad_out of experts that run one by one": given})
+            if not traced:
+                self._note_looped_region()
             return self._with_biases(self._looped(inp, m_splits, is_first_microbatch))
         if not traced:
+            self.__dict__["_looped_region"] = None
             self._note_one_launch(inp)
         splits = self._splits_in_graph(m_splits, inp) if traced else self._splits(m_splits, inp)
         buffers = None
@@ -588,6 +597,15 @@ class GroupedLinear(PartedLayer):
         return self._with_biases(y) if self.return_bias else y
 
     _called_forward = forward
+
+    def _note_looped_region(self) -> None:
+        """Note the region for a forward that torch's checkpoint repeats outside of it, in place of the program's."""
+        self._program.forget_region()
+        self.__dict__["_one_launch_on"] = None
+        enabled, calibrates, is_graph, is_first, *_ = native.autocast_region()
+        objects = native.autocast_objects()
+        region = (enabled, calibrates, *objects, is_first, is_graph) if enabled else None
+        self.__dict__["_looped_region"] = region
 
     def _note_one_launch(self, inp: torch.Tensor) -> None:
         """Let later calls on the GPU of the input go to the native side at once."""

@@ -190,29 +190,37 @@ class Linear(SplitLinear):
             self._refuse_functorch("in FP8; call the layer outside of te_fast.pytorch.autocast")
             out = self._forward_on(parameters, version, inp, is_first_microbatch, **in_fp8)
         else:
-            weight, bias = parameters["weight"], parameters.get("bias")
-            if is_quantized(weight):
-                self._note_dequantized()
-                weight = weight.dequantize()
             if is_quantized(inp):
                 inp = inp.dequantize()
-            out = self._high_precision(inp, weight, bias, is_first_microbatch)
+            out = self._high_precision(inp, parameters, is_first_microbatch)
         return self._with_bias(out) if self.return_bias else out
 
     def _high_precision(
         self,
         inp: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
+        parameters: dict[str, torch.Tensor],
         is_first_microbatch: bool | None,
     ) -> torch.Tensor:
+        parameter, bias = parameters["weight"], parameters.get("bias")
+        weight = parameter
+        if is_quantized(parameter):
+            self._note_dequantized()
+            weight = parameter.dequantize()
         if autocast_state.fp8_calibration:
             self._take_maxima([inp], [weight])
+        # If this forward is repeated, it must not repeat the region of an earlier one.
+        self._program.forget_region()
         handle = self._handles["weight"]
         if self.fuse_wgrad_accumulation or self.delay_wgrad_compute:
             inp = inp.to(self.activation_dtype)
-        options = {"is_whole": self._parts is None, "overwrite": is_first_microbatch is True}
-        return high_precision.linear(inp, weight, bias, handle, **options)
+        return high_precision.linear(
+            inp,
+            weight,
+            bias,
+            handle,
+            parameter=parameter if self._parts is None else None,
+            overwrite=is_first_microbatch is True,
+        )
 
     def extra_repr(self) -> str:
         """Sizes and bias, as ``torch.nn.Linear`` shows them, then type, recipe and parallel arguments."""

@@ -297,7 +297,7 @@ class ProgramLayer(TransformerEngineBaseModule):
         """Run the forward of calls that the native fast path does not take; `in_fp8` is `fp8_output` and `fp8_grad`."""
         if is_traced(inp):
             return forward_traced(self, inp, is_first_microbatch)
-        own = own_region(self)
+        own = own_region(self, **in_fp8)
         if own is not None:
             with own:
                 return native.layer_forward(self, inp, is_first_microbatch, **in_fp8)

@@ -112,6 +112,9 @@ class Kept:
         Stream of the copies.
     """
 
+    #: The stream that frees the memory of a copy back, until it has waited for the copy.
+    _frees: Any = None
+
     def __init__(self, tensor: torch.Tensor, stream: Stream) -> None:
         self._stream = stream
         self._device = tensor.device
@@ -121,8 +124,6 @@ class Kept:
         self._on_host: torch.Tensor | None = None
         self._left: Any = None
         self._came: Any = None
-        # The stream that frees the memory of a copy back which nobody has waited for.
-        self._frees: Any = None
 
     def __del__(self) -> None:
         """Let memory that is still written be used again only after the copy: backward may end early, by an error."""
@@ -199,7 +200,8 @@ class Kept:
 
     def _wait(self) -> None:
         self._stream.wait(self._came)  # each stream that reads it
-        self._frees = None
+        if self._frees is not None and self._stream.current() == self._frees:
+            self._frees = None
 
     def drop(self) -> None:
         """Drop the device's copy if the host has one; the next use copies it back."""

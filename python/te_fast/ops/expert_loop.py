@@ -199,10 +199,9 @@ class ExpertLoop:
     def _in_high_precision(
         self, number: int, x: torch.Tensor, weight: Any, bias: Any, is_first_microbatch: bool | None
     ) -> torch.Tensor:
-        if is_quantized(weight):
-            weight = weight.dequantize()
-        options = {"is_whole": True, "overwrite": is_first_microbatch is True}
-        return high_precision.linear(x, weight, bias, self.handles[number], **options)
+        plain = weight.dequantize() if is_quantized(weight) else weight
+        options = {"parameter": weight, "overwrite": is_first_microbatch is True}
+        return high_precision.linear(x, plain, bias, self.handles[number], **options)
 
     def _parts(self, kind: str, names: Sequence[str], *, fuse: bool) -> list[Any]:
         """Return the weights, or the biases, of the experts, each with its ``main_grad``."""

@@ -28,7 +28,7 @@ from te_fast.runtime import native, scale_tape
 from te_fast.runtime.compiling import is_traced
 from te_fast.runtime.global_state import FP8GlobalStateManager
 from te_fast.runtime.support import get_default_recipe
-from te_fast.tensor.of_factory import LinearRoles, linear_roles, own_region
+from te_fast.tensor.of_factory import LinearRoles, own_region
 from te_fast.tensor.primary import is_quantized
 
 #: ``func(ops, *, recipe) -> ops``: may replace runs of operations by fused ones.
@@ -517,12 +517,9 @@ class OperationFuser:
         return self._name
 
     def _linear_roles(self) -> list[LinearRoles]:
-        """Return what a CustomRecipe's factory is asked for each linear operation."""
-        linears = [roles for op in self._basic_ops for roles in op._linear_roles()]
-        modes = ("forward", "backward")
-        if not linears and any(op.num_quantizers(mode) for op in self._basic_ops for mode in modes):
-            linears = [linear_roles("", "")]
-        return linears
+        """Return what a CustomRecipe's factory is asked for each linear operation, or for `Quantize` without one."""
+        asked = [roles for op in self._basic_ops for roles in op._linear_roles()]
+        return [roles for roles in asked if roles.weight.module_type] or asked[:1]
 
     def _init_delayed_scaling(self) -> None:
         """Register scales with the dispatcher; it calls this when the autocast region is new."""

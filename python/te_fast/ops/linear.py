@@ -114,6 +114,15 @@ rng_state_tracker_function, accumulate_into_main_grad
         }
 
     @property
+    def name(self) -> str:
+        """The name that a :class:`CustomRecipe`'s factory is told; empty until it is set, before the first forward."""
+        return str(getattr(self._owner("weight"), "name", ""))
+
+    @name.setter
+    def name(self, name: str) -> None:
+        self._owner("weight").name = name
+
+    @property
     def in_features(self) -> int:
         """Size of the input's last dimension."""
         return self._owner("weight").in_features

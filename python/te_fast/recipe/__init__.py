@@ -19,6 +19,7 @@ from te_fast.recipe.base import (
     require,
     takes_any_keyword,
 )
+from te_fast.recipe.identity import identity_of
 
 __all__ = [
     "CustomRecipe",
@@ -43,8 +44,6 @@ _SPLIT = MMParams(use_split_accumulator=True)
 
 # Users' algorithms, numbered so that recipes with equal numbers behave alike.
 _algorithms: dict[tuple[Any, Any], int] = {}
-# Users' factories of quantizers, numbered likewise.
-_factories: dict[tuple[Any, ...], int] = {}
 
 
 @takes_any_keyword
@@ -537,5 +536,5 @@ class CustomRecipe(Recipe):
 
     def _describe(self) -> dict[str, Any]:
         # Attention asks recipes about FP8, so that regions whose recipes differ in it differ.
-        key = self.qfactory, self.fp8_dpa, self.fp8_mha
-        return {**super()._describe(), "factory": _factories.setdefault(key, len(_factories) + 1)}
+        flags = 2 * bool(self.fp8_dpa) + bool(self.fp8_mha)
+        return {**super()._describe(), "factory": 4 * identity_of(self.qfactory).number + flags}

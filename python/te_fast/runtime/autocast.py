@@ -205,7 +205,7 @@ def quantized_model_init(
 
     Raises
     ------
-    UnsupportedError, DeviceError
+    DeviceError
         If the device cannot run the recipe.
 
     See Also

@@ -21,11 +21,11 @@ class _Linear(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         handle: native.WeightHandle,
-        is_whole: bool,
+        parameter: torch.Tensor | None,
         overwrite: bool,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.handle, ctx.is_whole, ctx.overwrite, ctx.weight = handle, is_whole, overwrite, weight
+        ctx.handle, ctx.parameter, ctx.overwrite = handle, parameter, overwrite
         return functional.linear(x, weight.to(x.dtype), bias)
 
     @staticmethod
@@ -33,7 +33,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         handle: native.WeightHandle = ctx.handle
-        fuses = handle.fuse_wgrad_accumulation and ctx.is_whole
+        fuses = handle.fuse_wgrad_accumulation and ctx.parameter is not None
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         dx = grad @ weight.to(grad.dtype) if needs_x else None
         db = grad.reshape(-1, grad.shape[-1]).sum(0) if needs_bias else None
@@ -41,14 +41,14 @@ class _Linear(torch.autograd.Function):
         if needs_weight and handle.delay_wgrad_compute:
             handle.defer(x, grad, ctx.overwrite)
         elif needs_weight and fuses:
-            out = main_grad_of(ctx.weight)
-            overwrite = ctx.overwrite or getattr(ctx.weight, "overwrite_main_grad", False)
+            out = main_grad_of(ctx.parameter)
+            overwrite = ctx.overwrite or getattr(ctx.parameter, "overwrite_main_grad", False)
             native.weight_gradient(x, grad, out, not overwrite)
         elif needs_weight:
             # The parts of a split weight get their share where the concatenation is undone.
             dw = native.weight_gradient(x, grad)
         if needs_weight and fuses:
-            dw = after_main_grad(ctx.weight)
+            dw = after_main_grad(ctx.parameter)
         return dx, dw, db, None, None, None
 
 
@@ -58,7 +58,7 @@ def linear(
     bias: torch.Tensor | None,
     handle: native.WeightHandle,
     *,
-    is_whole: bool,
+    parameter: torch.Tensor | None,
     overwrite: bool,
 ) -> torch.Tensor:
     """Apply ``x Wᵀ + b`` with the handle's way of taking the weight's gradient.
@@ -73,8 +73,9 @@ def linear(
         ``(out_features,)``.
     handle : WeightHandle
         Says whether the gradient is added to ``main_grad``, and whether it waits.
-    is_whole : bool
-        The weight is one parameter.
+    parameter : torch.Tensor, optional
+        The parameter that has the ``main_grad``: `weight`, or the quantised tensor whose values `weight` has. None if
+        the weight is joined from several parameters.
     overwrite : bool
         The gradient replaces ``main_grad``.
     """
@@ -83,5 +84,5 @@ def linear(
     if not (handle.fuse_wgrad_accumulation or handle.delay_wgrad_compute):
         return functional.linear(x, weight, bias)
     bias = None if bias is None else bias.to(x.dtype)
-    result: torch.Tensor = _Linear.apply(x, weight, bias, handle, is_whole, overwrite)
+    result: torch.Tensor = _Linear.apply(x, weight, bias, handle, parameter, overwrite)
     return result

@@ -8,11 +8,14 @@ operands means high precision.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
-from te_fast.errors import ArgumentError, UnsupportedError
+from te_fast.errors import ArgumentError, RecipeError, UnsupportedError
 from te_fast.recipe import (
     CustomRecipe,
     DelayedScaling,
@@ -22,19 +25,32 @@ from te_fast.recipe import (
     QParams,
     Recipe,
 )
+from te_fast.recipe.identity import Identity, identity_of
 from te_fast.recipe.roles import DelayedScalingRequest, QuantizerRole
-from te_fast.runtime import native
-from te_fast.runtime.autocast import autocast
+from te_fast.runtime import native, scale_tape
+from te_fast.runtime.autocast import prepare_recipe
 from te_fast.runtime.compiling import is_in_graph
-from te_fast.runtime.global_state import autocast_state
 from te_fast.tensor.blockwise import Float8BlockQuantizer
 from te_fast.tensor.dtypes import DType
 from te_fast.tensor.float8 import Float8CurrentScalingQuantizer
+from te_fast.tensor.of_recipe import quantizer_of
 from te_fast.tensor.passthrough import HybridQuantizer, IdentityQuantizer
 
 Kind = Literal["linear", "grouped_linear", ""]
 #: What a factory gave to an owner.
 _known: WeakKeyDictionary[Any, _Given] = WeakKeyDictionary()
+#: The same of the modules that fuse the layers within.
+_shared: WeakKeyDictionary[Any, _Shared] = WeakKeyDictionary()
+#: Such modules whose last forward has called the layers one by one, since a factory gave them different recipes.
+_apart: WeakSet[Any] = WeakSet()
+
+
+class _Thread(threading.local):
+    #: Whether modules call their layers one by one, as in the forward that is repeated.
+    calls_layers = False
+
+
+_thread = _Thread()
 
 
 class LinearRoles(NamedTuple):
@@ -51,11 +67,30 @@ class LinearRoles(NamedTuple):
 class _Given(NamedTuple):
     """The recipe of an owner, and the factory and override that it follows from."""
 
-    key: tuple[Any, ...]
+    factory: Identity
+    override: str | None
     recipe: Recipe | None
     #: Answers for the last output and the first input's gradient.
     output: Any
     grad_input: Any
+
+
+#: A module's dictionary of modules, the name of one of them, and that module.
+_Link = tuple[dict[str, Any], str, weakref.ref[Any]]
+
+
+class _Shared(NamedTuple):
+    """The recipe of all layers within a module, if it is one, and the modules that were asked."""
+
+    factory: Identity
+    override: str | None
+    links: list[_Link]
+    agree: bool
+    recipe: Recipe | None
+
+    def holds(self) -> bool:
+        """Tell whether the module still consists of these modules."""
+        return all([modules.get(name) is module() for modules, name, module in self.links])
 
 
 class _Operand(NamedTuple):
@@ -80,35 +115,53 @@ def linear_roles(kind: Kind, name: str) -> LinearRoles:
     return LinearRoles(*[QuantizerRole(kind, operand, name) for operand in operands])
 
 
-def own_region(owner: Any) -> autocast | None:
+def own_region(
+    owner: Any, *, fp8_output: bool = False, fp8_grad: bool = False
+) -> _OwnRegion | None:
     """Return the region of the recipe that the factory in force gives to an owner; None without a factory in force.
 
     Parameters
     ----------
     owner : TransformerEngineBaseModule or OperationFuser
         Has `_linear_roles()`, the roles of its linear operations, and `_state_name()`, its name in messages.
+    fp8_output, fp8_grad : bool
+        The call returns a result in FP8.
 
     Raises
     ------
     UnsupportedError, ArgumentError
-        As of :func:`own_recipe`.
+        As of :func:`own_recipe`, and if the factory gives another quantizer for such a result than the recipe has.
     """
     if not native.autocast_is_of_factory():
         return None
     recipe, group = native.autocast_objects()
-    return _region_of(own_recipe(owner, recipe), group)
+    given = _given(owner, recipe)
+    if fp8_output:
+        _check_result(owner, given, is_grad=False)
+    if fp8_grad:
+        _check_result(owner, given, is_grad=True)
+    return _OwnRegion(given.recipe, group)
 
 
-def _region_of(own: Recipe | None, group: Any) -> autocast:
-    enabled, calibrates, is_graph, *_ = native.autocast_region()
-    is_quantised = own is not None
-    return _OwnRegion(
-        enabled and is_quantised,
-        calibrates and is_quantised,
-        recipe=own,
-        amax_reduction_group=group,
-        _graph=is_graph,
+def _check_result(owner: Any, given: _Given, *, is_grad: bool) -> None:
+    """Raise if a factory gives another quantizer for a result in FP8 than the owner's recipe has."""
+    own, answer = given.recipe, given.grad_input if is_grad else given.output
+    if own is None or (own.delayed() and isinstance(answer, DelayedScalingRequest)):
+        return
+    shown = own._scaling
+    if not own.delayed():
+        role = "grad" if is_grad else "input"
+        made = quantizer_of(own, role, None, 0, rowwise=True, columnwise=True)
+        if _settings(answer) == _settings(made):
+            return
+        shown = f"{type(made).__name__} of {made.dtype.name}"
+    option, what = ("fp8_grad", "the input's gradient") if is_grad else ("fp8_output", "the output")
+    got = _shown(answer) if answer is not None else "no quantizer"
+    message = (
+        f"{owner._state_name()}: {option}=True quantises {what} by the layer's recipe ({shown}), and the factory of "
+        f"the CustomRecipe gives {got}; give the same for its role, or leave {option} at False"
     )
+    raise UnsupportedError(message)
 
 
 def in_shared_region(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -122,29 +175,95 @@ def in_shared_region(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(forward)
     def in_region(self: Any, *arguments: Any, **options: Any) -> Any:
-        if is_in_graph() or not native.autocast_is_of_factory():
+        if is_in_graph():
             return forward(self, *arguments, **options)
-        recipe, group = native.autocast_objects()
-        owners = [module for module in self.modules() if getattr(module, "_linear_roles", list)()]
-        recipes = [own_recipe(owner, recipe) for owner in owners]
-        if not owners or any(_content(own) != _content(recipes[0]) for own in recipes):
-            return forward(self, *arguments, **options)
-        with _region_of(recipes[0], group):
-            return forward(self, *arguments, **options)
+        if native.autocast_is_of_factory():
+            recipe, group = native.autocast_objects()
+            shared = _shared_of(self, recipe)
+            if shared.agree:
+                _apart.discard(self)
+                with _OwnRegion(shared.recipe, group):
+                    return forward(self, *arguments, **options)
+            _apart.add(self)
+        elif _apart and self in _apart:
+            if scale_tape.is_repeating():
+                with _calling_layers():
+                    return forward(self, *arguments, **options)
+            _apart.discard(self)
+        return forward(self, *arguments, **options)
 
     return in_region
 
 
-class _OwnRegion(autocast):
-    """A region within that of the factory. The first FP8 layer in any of these is the first of the outer region."""
+@contextmanager
+def _calling_layers() -> Iterator[None]:
+    former, _thread.calls_layers = _thread.calls_layers, True
+    try:
+        yield
+    finally:
+        _thread.calls_layers = former
 
-    __slots__ = ()
+
+def may_fuse() -> bool:
+    """Tell whether a module may run its layers as one program; not if they may have different recipes."""
+    return not (_thread.calls_layers or native.autocast_is_of_factory())
+
+
+def _shared_of(module: Any, recipe: CustomRecipe) -> _Shared:
+    factory, override = identity_of(recipe.qfactory), recipe.backward_override
+    known = _shared.get(module)
+    if (
+        known is not None
+        and known.factory is factory
+        and known.override == override
+        and known.holds()
+    ):
+        return known
+    links: list[_Link] = []
+    recipes: list[Recipe | None] = []
+    for part in module.modules():
+        links += [
+            (part._modules, name, weakref.ref(child))
+            for name, child in part._modules.items()
+            if child is not None
+        ]
+        if any(roles.weight.module_type for roles in getattr(part, "_linear_roles", list)()):
+            recipes.append(own_recipe(part, recipe))
+    contents = [_content(own) for own in recipes]
+    # Attention itself refuses a recipe that asks for FP8 in it.
+    agree = (
+        bool(recipes)
+        and contents == contents[:1] * len(contents)
+        and not (recipe.fp8_dpa or recipe.fp8_mha)
+    )
+    made = _shared[module] = _Shared(factory, override, links, agree, recipes[0] if agree else None)
+    return made
+
+
+class _OwnRegion:
+    """A region within that of the factory: quantises by a recipe, or runs in high precision.
+
+    The first FP8 layer in any of these is the first of the outer region, whose end updates scales.
+    """
+
+    __slots__ = ("_group", "_inner", "_recipe")
+
+    def __init__(self, recipe: Recipe | None, group: Any) -> None:
+        self._recipe = recipe
+        self._group = group
+        self._inner: Any = None
+
+    def __enter__(self) -> None:
+        enabled, calibrates, is_graph, is_first, *_ = native.autocast_region()
+        is_quantised = self._recipe is not None
+        flags = enabled and is_quantised, calibrates and is_quantised, is_graph
+        self._inner = native.HeldRegion(self._recipe, *flags, self._group)
+        native.autocast_set_first(is_first)
 
     def __exit__(self, *exception: object) -> None:
         is_first = native.autocast_region()[3]
-        super().__exit__(*exception)
-        if not is_first:
-            autocast_state.is_first_fp8_module = False
+        self._inner.take_back()
+        native.autocast_set_first(is_first)
 
 
 def own_recipe(owner: Any, recipe: CustomRecipe) -> Recipe | None:
@@ -166,52 +285,24 @@ def own_recipe(owner: Any, recipe: CustomRecipe) -> Recipe | None:
     ArgumentError
         If the factory returns no quantizer.
     """
-    key = recipe.qfactory, recipe.backward_override
+    return _given(owner, recipe).recipe
+
+
+def _given(owner: Any, recipe: CustomRecipe) -> _Given:
+    factory, override = identity_of(recipe.qfactory), recipe.backward_override
     known = _known.get(owner)
-    if known is None or known.key != key:
-        answer = _Answer(owner._state_name(), *key)
+    if known is None or known.factory is not factory or known.override != override:
+        answer = _Answer(owner._state_name(), recipe.qfactory, override)
         found = answer.recipe_of(owner._linear_roles())
-        known = _known[owner] = _Given(key, found, answer.output, answer.grad_input)
-    return known.recipe
+        if found is not None:
+            prepare_recipe(found)
+        known = _known[owner] = _Given(factory, override, found, answer.output, answer.grad_input)
+    return known
 
 
 def forget(owner: Any) -> None:
     """Let the factory be asked again for an owner, whose roles have changed."""
     _known.pop(owner, None)
-
-
-def check_outer(owner: Any, made: Any, *, is_grad: bool) -> None:
-    """Raise if a factory gives another quantizer for a result in FP8 than the owner's recipe has.
-
-    Parameters
-    ----------
-    owner : TransformerEngineBaseModule
-        The layer that returns the result.
-    made : Float8QuantizerBase
-        The recipe's quantizer.
-    is_grad : bool
-        The result is the input's gradient.
-
-    Raises
-    ------
-    UnsupportedError
-        If the quantizers differ.
-    """
-    known = _known.get(owner)
-    if known is None or known.recipe is not owner.fp8_meta["recipe"]:
-        return
-    answer = known.grad_input if is_grad else known.output
-    given = known.recipe if isinstance(answer, DelayedScalingRequest) else answer
-    agrees = given.delayed() if given is known.recipe else _settings(answer) == _settings(made)
-    if not agrees:
-        option, what = (
-            ("fp8_grad", "the input's gradient") if is_grad else ("fp8_output", "the output")
-        )
-        message = (
-            f"{owner._state_name()}: {option}=True quantises {what} by the layer's recipe ({made!r} of {made.dtype}), "
-            f"and the factory of the CustomRecipe gives {answer!r}; give the same for its role, or leave {option} False"
-        )
-        raise UnsupportedError(message)
 
 
 class _Answer:
@@ -272,7 +363,13 @@ class _Answer:
             message = f"{shown[0]} for {roles.input} and {shown[1]} for {roles.weight}; both must be in FP8"
             raise self._unsupported(message)
         rows_of_grad = None if override is not None or grad is None else grad.rows
-        return self._built(roles, (x.rows, weight.rows, rows_of_grad), override)
+        try:
+            return self._built(roles, (x.rows, weight.rows, rows_of_grad), override)
+        except RecipeError as error:
+            message = (
+                f"quantizers that no recipe has for {roles.weight.name or 'one layer'}: {error}"
+            )
+            raise self._unsupported(message) from error
 
     def _operand(self, role: QuantizerRole, answer: Any) -> _Operand:
         if isinstance(answer, HybridQuantizer):
@@ -322,8 +419,8 @@ class _Answer:
             is_one = _settings(operand.rows) == _settings(operand.columns)
             if not is_one or operand.rows is None or operand.source != "original":
                 message = (
-                    f"different quantizers by rows and columns for {role} ({_shown(operand.rows)} and "
-                    f"{_shown(operand.columns)} of {operand.source}), or high precision for some of backward's operands"
+                    f"{_shown(operand.rows)} by rows and {_shown(operand.columns)} by columns ({operand.source}) for "
+                    f"{role}; backward takes all operands in FP8, each by one quantizer, or all in high precision"
                 )
                 raise self._unsupported(message)
         return None
@@ -377,7 +474,7 @@ class _Answer:
             return Format.HYBRID
         if kinds == (e4m3,) * 3:
             return Format.E4M3
-        shown = ", ".join(f"{role}: {kind}" for role, kind in zip(roles, kinds, strict=False))
+        shown = ", ".join(f"{role}: {kind.name}" for role, kind in zip(roles, kinds, strict=False))
         message = f"{shown}; inputs and weights must be E4M3, and gradients E4M3 or E5M2"
         raise self._unsupported(message)
 
@@ -398,4 +495,4 @@ def _settings(answer: Any) -> tuple[Any, ...] | None:
 def _shown(part: Any) -> str:
     if part is None:
         return "high precision"
-    return str(part) if isinstance(part, Recipe) else type(part).__name__
+    return "high precision" if isinstance(part, IdentityQuantizer) else type(part).__name__

@@ -36,7 +36,11 @@ class WeightedOperation(NativeOperation):
         """Note the options of ``quantized_model_init``."""
         self._with_quantized_weight = autocast_state.fp8_parameters
         self._preserves_init_value = autocast_state.high_precision_init_val
-        self._weight_recipe = autocast_state.model_recipe
+        recipe = autocast_state.model_recipe
+        # Not kept: a factory may be a function that no pickle takes.
+        self._weight_recipe = (
+            own_recipe(self, recipe) if isinstance(recipe, CustomRecipe) else recipe
+        )
 
     def _make_handle(self) -> None:
         """Make the native half."""
@@ -59,11 +63,6 @@ class WeightedOperation(NativeOperation):
         recipe = self._weight_recipe
         if not self._with_quantized_weight or recipe is None:
             return
-        if isinstance(recipe, CustomRecipe):
-            # The factory may be a function that no pickle takes.
-            recipe = self._weight_recipe = own_recipe(self, recipe)
-            if recipe is None:
-                return
         for number, name in enumerate(self._weight_names):
             weight = getattr(self, name)
             if primary.is_quantized(weight):

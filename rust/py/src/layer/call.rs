@@ -227,6 +227,8 @@ fn straight<'py>(
             return Ok(None);
         }
         let y = torch_linear(state, input, &params, joined.as_ref())?;
+        // If this forward is repeated, it must not repeat the region of an earlier one.
+        program.try_borrow_mut()?.last_region = None;
         return y.map(|y| with_bias(program, y)).transpose();
     }
     CLOCK.start();

@@ -545,6 +545,11 @@ impl ProgramHandle {
         self.programs.iter().map(|kept| kept.row_counts().len()).sum()
     }
 
+    /// Notes that the last forward ran in another way than by the program, so that the program repeats no region.
+    fn forget_region(&mut self) {
+        self.last_region = None;
+    }
+
     /// Drops compiled programs.
     fn drop_plans(slf: &Bound<'_, Self>) -> PyResult<()> {
         let mut handle = slf.try_borrow_mut()?;

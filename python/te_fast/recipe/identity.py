@@ -1,0 +1,60 @@
+"""Numbers that tell the factories of custom recipes apart, without keeping the factories alive."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+
+class Identity:
+    """Stands for a factory as long as the factory lives.
+
+    Attributes
+    ----------
+    number : int
+        From 1. Another factory gets the number when this one has gone.
+    """
+
+    __slots__ = ("anchor", "number")
+
+    def __init__(self, number: int, anchor: Callable[[], Any]) -> None:
+        self.number = number
+        self.anchor = anchor
+
+
+_known: dict[tuple[int, int], Identity] = {}
+_numbers = itertools.count(1)
+_free: list[int] = []
+
+
+def identity_of(factory: Callable[..., Any]) -> Identity:
+    """Return the identity of a factory; a method is the same factory as long as its object is the same.
+
+    Parameters
+    ----------
+    factory : Callable
+        The factory.
+    """
+    # A method is made anew each time that it is read.
+    function, owner = getattr(factory, "__func__", None), getattr(factory, "__self__", None)
+    anchor = factory if function is None or owner is None else owner
+    key = id(anchor), 0 if anchor is factory else id(function)
+    known = _known.get(key)
+    if known is not None and known.anchor() is anchor:
+        return known
+    number = _free.pop() if _free else next(_numbers)
+
+    # Modules may have gone when the interpreter ends, but not what a function holds.
+    def forget(_: Any, known: dict[Any, Identity] = _known, free: list[int] = _free) -> None:
+        gone = known.pop(key, None)
+        if gone is not None:
+            free.append(gone.number)
+
+    try:
+        reference: Callable[[], Any] = weakref.ref(anchor, forget)
+    except TypeError:  # such objects are kept
+        reference = lambda: anchor  # noqa: E731
+    made = _known[key] = Identity(number, reference)
+    return made
