@@ -789,14 +789,16 @@ def test_a_factory_does_not_keep_its_model():
             with te.autocast(recipe=CustomRecipe(qfactory=self.factory)):
                 return self.layer(x)
 
-    model = Owner()
-    with torch.no_grad():
+    model, fused = Owner(), decoder()
+    fused.layernorm_mlp.owner = [fused]
+    with torch.no_grad(), te.autocast(recipe=CustomRecipe(qfactory=model.factory)):
         first, second = model(torch.ones(16, 32)), model(torch.ones(16, 32))
+        fused(torch.ones(16, 2, 32))
     assert_equal([first], [second])
-    gone = weakref.ref(model)
-    del model
+    gone = weakref.ref(model), weakref.ref(fused)
+    del model, fused
     gc.collect()
-    assert gone() is None
+    assert [reference() for reference in gone] == [None, None]
 
 
 def test_factories_that_come_and_go_take_no_new_numbers():

@@ -75,8 +75,8 @@ class _Given(NamedTuple):
     grad_input: Any
 
 
-#: A module's dictionary of modules, the name of one of them, and that module.
-_Link = tuple[dict[str, Any], str, weakref.ref[Any]]
+#: A module, the name of a module in it, and that module.
+_Link = tuple[weakref.ref[Any], str, weakref.ref[Any]]
 
 
 class _Shared(NamedTuple):
@@ -90,7 +90,11 @@ class _Shared(NamedTuple):
 
     def holds(self) -> bool:
         """Tell whether the module still consists of these modules."""
-        return all([modules.get(name) is module() for modules, name, module in self.links])
+        for module, name, child in self.links:
+            owner = module()
+            if owner is None or owner._modules.get(name) is not child():
+                return False
+        return True
 
 
 class _Operand(NamedTuple):
@@ -223,7 +227,7 @@ def _shared_of(module: Any, recipe: CustomRecipe) -> _Shared:
     recipes: list[Recipe | None] = []
     for part in module.modules():
         links += [
-            (part._modules, name, weakref.ref(child))
+            (weakref.ref(part), name, weakref.ref(child))
             for name, child in part._modules.items()
             if child is not None
         ]
