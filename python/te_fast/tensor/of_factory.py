@@ -223,16 +223,15 @@ def _shared_of(module: Any, recipe: CustomRecipe) -> _Shared:
         and known.holds()
     ):
         return known
-    links: list[_Link] = []
-    recipes: list[Recipe | None] = []
-    for part in module.modules():
-        links += [
-            (weakref.ref(part), name, weakref.ref(child))
-            for name, child in part._modules.items()
-            if child is not None
-        ]
-        if any(roles.weight.module_type for roles in getattr(part, "_linear_roles", list)()):
-            recipes.append(own_recipe(part, recipe))
+    owners = [part for part in module.modules() if _has_linears(part)]
+    # Other modules may change, since they have no recipe.
+    links: list[_Link] = [
+        (weakref.ref(part), name, weakref.ref(child))
+        for part in module.modules()
+        for name, child in part._modules.items()
+        if child is not None and any(map(_has_linears, child.modules()))
+    ]
+    recipes = [own_recipe(owner, recipe) for owner in owners]
     contents = [_content(own) for own in recipes]
     # Attention itself refuses a recipe that asks for FP8 in it.
     agree = (
@@ -242,6 +241,11 @@ def _shared_of(module: Any, recipe: CustomRecipe) -> _Shared:
     )
     made = _shared[module] = _Shared(factory, override, links, agree, recipes[0] if agree else None)
     return made
+
+
+def _has_linears(module: Any) -> bool:
+    roles: list[LinearRoles] = getattr(module, "_linear_roles", list)()
+    return any([asked.weight.module_type for asked in roles])
 
 
 class _OwnRegion:
