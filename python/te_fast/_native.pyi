@@ -386,6 +386,7 @@ class Recipe:
         most_recent: bool = False,
         reduce_amax: bool = True,
         custom: int = 0,
+        factory: int = 0,
     ) -> Self: ...
     def __eq__(self, value: object, /) -> bool: ...
     @property
