@@ -364,9 +364,11 @@ def test_tracing_is_refused_by_name(one_by_one):
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("loop", [False, True])
 @pytest.mark.parametrize("override", [None, "high_precision", "dequantized"])
-def test_a_forward_that_torch_repeats(override, use_reentrant, one_by_one):
-    one_by_one()
+def test_a_forward_that_torch_repeats(override, loop, use_reentrant, one_by_one):
+    """Under "dequantized" the experts run one by one in any case."""
+    one_by_one(loop)
     recipe = Float8CurrentScaling(backward_override=override)
     layer = make()
     other = copy.deepcopy(layer)
@@ -407,3 +409,28 @@ def test_quantised_weights_outside_of_fp8_add_to_main_grad(single, later, recipe
         found.append((x.grad, buffer))
     agree("high", found, torch.bfloat16)
     assert not torch.equal(buffer, torch.ones_like(buffer))
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["now", "later"])
+def test_a_quantised_weight_of_a_linear_layer_outside_of_fp8_adds_to_main_grad(later, recipe):
+    with te.quantized_model_init(recipe=recipe):
+        layer = te.Linear(
+            32,
+            16,
+            bias=False,
+            device="cpu",
+            params_dtype=torch.float32,
+            fuse_wgrad_accumulation=True,
+            delay_wgrad_compute=later,
+        )
+    layer.weight.main_grad = torch.ones(16, 32)
+    x, grad = torch.randn(8, 32, requires_grad=True), torch.randn(8, 16)
+    with pytest.warns(UserWarning, match="dequantised"):
+        y = layer(x)
+    y.backward(grad)
+    if later:
+        layer.backward_dw()
+    weight = layer.weight.dequantize().detach()
+    torch.testing.assert_close(y, x @ weight.T)
+    torch.testing.assert_close(x.grad, grad @ weight)
+    torch.testing.assert_close(layer.weight.main_grad, 1 + grad.T @ x.detach())
