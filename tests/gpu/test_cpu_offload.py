@@ -5,6 +5,7 @@ import torch
 
 import te_fast.pytorch as te
 from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from te_fast.offload.kept import Kept, Stream
 
 pytestmark = pytest.mark.gpu
 ROWS, SIZE, LAYERS = 4096, 1024, 8
@@ -108,3 +109,22 @@ def test_all_that_attention_saves_leaves_the_device(recipe):
     # Attention's kernel for gradients adds in any order, and delayed scaling's scales differ from step to step.
     for kept, moved in zip(found[1], found[2], strict=True):
         assert (kept.double() - moved.double()).norm() <= 0.05 * kept.double().norm()
+
+
+def test_memory_that_is_still_written_is_used_again_only_behind_the_copy():
+    """As after an error in a backward that has begun to copy back."""
+    size = 64 << 20
+    for number in range(10):
+        memory = Kept(torch.full((size,), number, dtype=torch.uint8, device="cuda"), Stream())
+        memory.watch(memory._on_device)
+        assert memory.start_offload()
+        memory.release()
+        torch.cuda.synchronize()
+        memory.start_reload()
+        place = memory._on_device.data_ptr()
+        del memory
+        other = torch.full((size,), 100, dtype=torch.uint8, device="cuda")
+        assert other.data_ptr() == place
+        torch.cuda.synchronize()
+        assert bool((other == 100).all())
+        del other

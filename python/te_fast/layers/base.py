@@ -19,7 +19,7 @@ from te_fast.layers.wgrad_store import WeightGradStore
 from te_fast.parallel.checkpoint import Share, shares_by_marks
 from te_fast.parallel.quantized import Role, quantizer_of_rows
 from te_fast.parallel.ranks import check_group, copy_sharing, size_of_group
-from te_fast.recipe import CustomRecipe, DelayedScaling, Recipe
+from te_fast.recipe import DelayedScaling, Recipe
 from te_fast.recipe.roles import QuantizerRole
 from te_fast.runtime import native, scale_tape
 from te_fast.runtime.calls import call_through_forward
@@ -27,7 +27,7 @@ from te_fast.runtime.delayed import DelayedScalingRecipeState, resized
 from te_fast.runtime.global_state import FP8GlobalStateManager, autocast_state
 from te_fast.state.module import StatefulModule
 from te_fast.tensor import of_factory, primary
-from te_fast.tensor.of_factory import Kind, LinearRoles, linear_roles
+from te_fast.tensor.answers import Kind, LinearRoles, linear_roles
 from te_fast.tensor.of_recipe import ONE, Stack, quantizer_of, quantizers_of
 from te_fast.tensor.quantizer import Float8QuantizerBase
 
@@ -109,7 +109,8 @@ class TransformerEngineBaseModule(StatefulModule):
         self.sequence_parallel = False
         self.primary_weights_in_fp8 = FP8GlobalStateManager.with_fp8_parameters()
         self.preserve_high_precision_init_val = FP8GlobalStateManager.with_high_precision_init_val()
-        self._weight_recipe = self._own_recipe(autocast_state.model_recipe)
+        # A factory is not kept: no pickle may take it.
+        self._weight_recipe = of_factory.own_recipe(self, autocast_state.model_recipe)
         self.fsdp_wrapped = False
         self.fsdp_group: Any = None
         self.activation_dtype: torch.dtype | None = None
@@ -354,10 +355,6 @@ class TransformerEngineBaseModule(StatefulModule):
         return None if forward is None or backward is None else (forward, backward)
 
     # Recipes of a factory ------------------------------------------------------------------------
-
-    def _own_recipe(self, recipe: Recipe | None) -> Recipe | None:
-        """Return a recipe, or what a factory gives; the layer does not keep the factory, which no pickle may take."""
-        return of_factory.own_recipe(self, recipe) if isinstance(recipe, CustomRecipe) else recipe
 
     def _names_of_linears(self) -> tuple[str, ...]:
         """Return the names of the linear ops for a CustomRecipe's factory; none for attention, which is not in FP8."""

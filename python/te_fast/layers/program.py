@@ -384,10 +384,7 @@ class ProgramLayer(TransformerEngineBaseModule):
     def _note_dequantized(self) -> None:
         """Warn if calls dequantise quantised weights."""
         if self._quantized_weights():
-            message = (
-                f"{self.name}: the weights are quantised, and dequantised for each call outside of "
-                "te_fast.pytorch.autocast"
-            )
+            message = f"{self.name}: the weights are quantised, and dequantised for each call outside of FP8"
             warnings.warn(message, UserWarning, stacklevel=_callers_level())
 
     def _with_bias(self, out: Any) -> tuple[torch.Tensor, ...]:

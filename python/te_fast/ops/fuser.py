@@ -28,7 +28,8 @@ from te_fast.runtime import native, scale_tape
 from te_fast.runtime.compiling import is_traced
 from te_fast.runtime.global_state import FP8GlobalStateManager
 from te_fast.runtime.support import get_default_recipe
-from te_fast.tensor.of_factory import LinearRoles, own_region
+from te_fast.tensor.answers import LinearRoles
+from te_fast.tensor.of_factory import own_region
 from te_fast.tensor.primary import is_quantized
 
 #: ``func(ops, *, recipe) -> ops``: may replace runs of operations by fused ones.

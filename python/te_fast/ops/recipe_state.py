@@ -11,7 +11,7 @@ from te_fast.recipe.roles import QuantizerRole
 from te_fast.runtime.delayed import DelayedScalingRecipeState
 from te_fast.runtime.global_state import FP8GlobalStateManager
 from te_fast.state.module import StatefulModule
-from te_fast.tensor.of_factory import LinearRoles
+from te_fast.tensor.answers import LinearRoles
 from te_fast.tensor.of_recipe import quantizers_of
 from te_fast.tensor.quantizer import Float8QuantizerBase
 

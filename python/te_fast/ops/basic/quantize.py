@@ -12,7 +12,7 @@ from te_fast.recipe import Recipe
 from te_fast.runtime import scale_tape
 from te_fast.runtime.compiling import is_in_graph
 from te_fast.runtime.global_state import FP8GlobalStateManager
-from te_fast.tensor.of_factory import LinearRoles, linear_roles
+from te_fast.tensor.answers import LinearRoles, linear_roles
 from te_fast.tensor.of_recipe import quantizer_of
 from te_fast.tensor.primary import is_quantized
 

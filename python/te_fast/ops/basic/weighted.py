@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from te_fast.ops.basic.native import NativeOperation
-from te_fast.recipe import CustomRecipe
 from te_fast.runtime.global_state import autocast_state
 from te_fast.tensor import primary
-from te_fast.tensor.of_factory import Kind, LinearRoles, linear_roles, own_recipe
+from te_fast.tensor.answers import Kind, LinearRoles, linear_roles
+from te_fast.tensor.of_factory import own_recipe
 from te_fast.tensor.of_recipe import ONE, Stack
 
 #: Index of the weight's scale among the forward scales of delayed scaling, after the input's.
@@ -36,11 +36,8 @@ class WeightedOperation(NativeOperation):
         """Note the options of ``quantized_model_init``."""
         self._with_quantized_weight = autocast_state.fp8_parameters
         self._preserves_init_value = autocast_state.high_precision_init_val
-        recipe = autocast_state.model_recipe
-        # Not kept: a factory may be a function that no pickle takes.
-        self._weight_recipe = (
-            own_recipe(self, recipe) if isinstance(recipe, CustomRecipe) else recipe
-        )
+        # A factory is not kept: no pickle may take it.
+        self._weight_recipe = own_recipe(self, autocast_state.model_recipe)
 
     def _make_handle(self) -> None:
         """Make the native half."""
