@@ -31,8 +31,11 @@ WHEEL_MACHINES := x86_64 aarch64
 MACHINE := $(shell uname -m)
 THIS_WHEEL = wheel-$(PYTHON_VERSION)-$(MACHINE)
 PYTEST_ARGS ?=
-# Plain pytest leaves the slow tests out. On another torch than the current one each test runs, but not each combination.
-WITH_SLOW := -m "not gpu and not te and not patience$(if $(filter-out $(CURRENT_TORCH),$(TORCH)), and not combination)"
+# Every test runs on the current torch, slow ones with some of their cases; on another torch the quick tests run. `CASES=all`
+# runs every case of every test.
+CASES ?=
+FEWER := $(if $(filter-out $(CURRENT_TORCH),$(TORCH)),slow,combination)
+SELECTED := -m "not gpu and not te and not patience$(if $(filter-out all,$(or $(CASES),some)), and not $(FEWER))"
 DEMO_ARGS ?=
 
 # A Python other than python3 has environments of its own, too.
@@ -56,7 +59,7 @@ HOST_ONLY := TE_FAST_SKIP_CUDA=1
 .PHONY: help
 help: ## list the targets
 	@awk -F':.*## ' '/^##@ / { printf "\n%s\n", substr($$0, 5) } /^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
-	@printf '\n%s\n' "variables: PYTHON=$(PYTHON) TORCH=$(TORCH) TEST_ARCHS=$(TEST_ARCHS) PYTEST_ARGS= DEMO_ARGS="
+	@printf '\n%s\n' "variables: PYTHON=$(PYTHON) TORCH=$(TORCH) TEST_ARCHS=$(TEST_ARCHS) CASES=$(CASES) PYTEST_ARGS= DEMO_ARGS="
 
 # ---- environments and the build
 
@@ -148,7 +151,7 @@ lint: install $(VENV)/.group-lint $(VENV)/.group-bench ## all of check, and clip
 
 ##@ Test it
 .PHONY: test
-test: install test-rust test-python ## build, install and run all tests (TORCH=2.6.0, PYTHON=python3.10 for others)
+test: install test-rust test-python ## build, install and run every test (CASES=all for every case; TORCH=2.6.0, PYTHON=python3.10 for others)
 
 .PHONY: test-rust
 test-rust: ## the tests of the Rust crates
@@ -160,8 +163,8 @@ test-rust: ## the tests of the Rust crates
 	$(HOST_ONLY) cargo test $(CRATES) --doc
 
 .PHONY: test-python
-test-python: install test-environment ## build, install and run the tests in Python, slow ones included
-	$(PY) -m pytest $(WITH_SLOW) $(PYTEST_ARGS)
+test-python: install test-environment ## build, install and run the tests in Python
+	$(PY) -m pytest $(SELECTED) $(PYTEST_ARGS)
 
 # Packages that tests need beside te_fast: they can be downloaded while the compilers work.
 .PHONY: test-environment
@@ -179,7 +182,7 @@ test-gpu: install $(VENV)/.group-test ## the tests that need an NVIDIA GPU, for 
 .PHONY: coverage
 coverage: install $(VENV)/.group-test ## which lines of python/te_fast the tests run
 	$(PY) -m coverage erase
-	$(PY) -m coverage run -m pytest -n 0 $(WITH_SLOW) $(PYTEST_ARGS)
+	$(PY) -m coverage run -m pytest -n 0 $(SELECTED) $(PYTEST_ARGS)
 	$(PY) -m coverage report
 
 .PHONY: fuzz
@@ -196,7 +199,7 @@ ARM_TESTS := $(addprefix tests/unit/test_,linear.py quantize_reference.py norm.p
 
 .PHONY: test-arm
 test-arm: $(BUILD)/arm/.wheels ## tests of the aarch64 wheel under qemu-user, and its outputs beside x86-64's, bit for bit (debootstrap, qemu-user)
-	tools/arm/python.sh -m pytest -n 0 -p no:cacheprovider -o timeout=900 $(WITH_SLOW) $(ARM_TESTS) $(PYTEST_ARGS)
+	tools/arm/python.sh -m pytest -n 0 -p no:cacheprovider -o timeout=900 $(SELECTED) $(ARM_TESTS) $(PYTEST_ARGS)
 	tools/arm/python.sh tools/arm/hashes.py > $(BUILD)/arm/hashes.aarch64
 	PYTHONPATH=$(BUILD)/arm/x86_64 $(PY) tools/arm/hashes.py > $(BUILD)/arm/hashes.x86_64
 	cmp $(BUILD)/arm/hashes.*

@@ -1,6 +1,6 @@
-"""Which cases of a test run when: plain ``pytest`` runs some, ``make test`` runs all of them.
+"""Which cases of a test run when: plain ``pytest`` and ``make test`` run some, ``make test CASES=all`` runs all of them.
 
-The other cases are marked slow, and ``combination``: other releases of torch than the current one run without these.
+The other cases are marked slow, and ``combination``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The installed extension and, where one was built, the release wheel."""
+"""The installed extension, and the checks that ``make wheel`` applies to each wheel."""
 
 import importlib.metadata
 import struct
@@ -46,14 +46,6 @@ def test_an_interpreter_without_its_lock_takes_it_back():
 def test_torch_is_the_one_requirement():
     requirements = importlib.metadata.requires("te_fast")
     assert [line.split(">")[0].strip() for line in requirements] == ["torch"]
-
-
-def test_release_wheel():
-    wheels = list((ROOT / "dist").glob("te_fast-*.whl"))
-    if not wheels:
-        pytest.skip("no release wheel in dist/; make wheel builds one")
-    archs = {int(arch) for arch in check_wheel.RELEASE_ARCHS.split(",")}
-    assert [problem for wheel in wheels for problem in check_wheel.problems_of(wheel, archs)] == []
 
 
 def fatbin(*entries):
