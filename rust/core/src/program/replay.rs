@@ -4,6 +4,9 @@
 //! launches of a call depend only on its addresses and its rows, so a graph of an earlier call with the same addresses
 //! and rows does the same work. The second call with equal addresses makes a graph, and later calls launch it. This
 //! state belongs to one row count; each row count has its own graphs.
+//!
+//! A graph pays for every flow that launches anything. On an H200, `cuLaunchKernelEx` takes the host 4.7 us for a GEMM with
+//! its cluster, and 3.9 us for a cast; a graph takes 2.7 us for the GEMM alone, and 2.8 us for both.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, TryLockError};
@@ -15,9 +18,6 @@ use crate::launch::target::{Backend, Target};
 use crate::launch::trace::{Counters, Recording};
 use crate::program::bindings::Bindings;
 
-/// Flows with fewer launches are not captured. Two launches are worth a graph: a cast and a GEMM take the host 10 us
-/// one by one and 5.1 us as a graph on an H200.
-pub(crate) const WORTHWHILE: usize = 2;
 /// Number of kept graphs of one flow and row count, and of kept address lists that were seen once.
 const KEPT: usize = 4;
 /// After this many graphs, more are made only if each was launched `PAYS` times on average.

@@ -12,7 +12,7 @@ use crate::program::facts::Facts;
 use crate::program::pieces::{Act, Cuts, Pause, Script, Transfer};
 use crate::program::planned::Planned;
 use crate::program::port::Port;
-use crate::program::replay::{Replay, WORTHWHILE};
+use crate::program::replay::Replay;
 use crate::program::sizing::Sizing;
 use crate::program::work::{FlowName, Step};
 use crate::runtime::dispatcher::Dispatcher;
@@ -65,13 +65,13 @@ impl SizedProgram {
         let bytes = sizing.bytes(flows.all())?;
         let placement = flows.buffers.place(&bytes, launches.len(), facts.linears.len());
         let flow = |(number, launches): (usize, Vec<Planned>)| {
-            let pays = launches.iter().filter(|launch| launch.is_certain()).count() >= WORTHWHILE;
+            let replay = (graphs && launches.iter().any(Planned::is_certain)).then(Replay::default);
             Flow {
                 buffers: if launches.is_empty() { Vec::new() } else { buffers_of(facts, compiled, &placement, number) },
                 launches,
                 scratch: placement.scratch[number],
                 cuts: cuts_of(flows.all().nth(number).unwrap_or_default(), number),
-                replay: (graphs && pays).then(Replay::default),
+                replay,
             }
         };
         Ok(Self {
