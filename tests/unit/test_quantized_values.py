@@ -4,6 +4,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import linear_layers
@@ -467,6 +468,58 @@ def test_layers_hand_fp8_on_with_the_bits_of_plain_tensors(kind, rows, monkeypat
     found = run(True)
     monkeypatch.undo()
     same(found, plain)
+
+
+@pytest.mark.parametrize("asked", ["before", "after"])
+@pytest.mark.parametrize("options", [{}, {"delay_wgrad_compute": True}])
+def test_gradients_are_the_same_whoever_asks_for_the_inner_tensors(options, asked, recipe):
+    """A call's memory becomes tensors when somebody asks for them: before the next layer reads it, after, or never."""
+
+    def run(when):
+        first, second = linear(128, 256), linear(256, 128, **options)
+        leaf = _leaf(randn(32, 128))
+        with te.autocast(recipe=recipe):
+            h = first(leaf, fp8_output=True)
+            if when == "before":
+                parts(h)
+            y = second(h)
+        if when == "after":
+            parts(h)
+        y.backward(randn(32, 128, seed=1))
+        if options:
+            second.backward_dw()
+        gradients = [weight.grad for layer in (first, second) for weight in layer.parameters()]
+        return [y.detach(), leaf.grad, *gradients]
+
+    same(run(asked), run("never"))
+
+
+@pytest.mark.parametrize("asked", ["before", "after"])
+def test_a_backward_refuses_an_output_whose_bytes_were_written_since(asked, recipe):
+    first, second = linear(128, 256), linear(256, 128)
+    with te.autocast(recipe=recipe):
+        h = first(randn(32, 128), fp8_output=True)
+        if asked == "before":
+            parts(h)
+        y = second(h)
+    row, _, col, _ = parts(h)
+    (row if col is None else col).zero_()  # delayed scaling makes the column layout in backward
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("kind", [Float8CurrentScaling, Float8BlockScaling])
+def test_backward_keeps_the_column_layout_alone(kind):
+    first, second = linear(128, 256), linear(256, 128)
+    with te.autocast(recipe=kind()):
+        h = first(randn(32, 128), fp8_output=True)
+        y = second(h)
+    row, col = (StorageWeakRef(data.untyped_storage()) for data in parts(h)[::2])
+    del h
+    assert row.expired()
+    assert not col.expired()
+    y.sum().backward()
+    assert col.expired()
 
 
 def test_no_layer_but_those_with_one_gemm_takes_the_arguments():
