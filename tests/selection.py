@@ -1,4 +1,4 @@
-"""Which cases of a test run when: plain ``pytest`` and ``make test`` run some, ``make test CASES=all`` runs all of them.
+"""Which cases of a test run: plain ``pytest`` and ``make test`` run some, ``make test CASES=all`` runs all of them.
 
 The other cases are marked slow, and ``combination``.
 """
