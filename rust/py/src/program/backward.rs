@@ -10,6 +10,7 @@ use smallvec::SmallVec;
 use te_fast_core::Error;
 use te_fast_core::base::dtype::DType;
 use te_fast_core::program::{Bindings, FlowName, Outer, Port, Program, ProgramKey, SizedProgram};
+use te_fast_core::recipe::definition::Recipe;
 use te_fast_core::runtime::dispatcher::Dispatcher;
 use te_fast_core::runtime::lane::Place;
 
@@ -27,7 +28,7 @@ use crate::program::transfers::Transfers;
 use crate::program::weight::{WaitingGrad, WaitingOperands, WaitingRows};
 use crate::program::weight_memory::weight_buffer;
 use crate::tensor::given::{GivenWeight, dequantized, given, nominal_view};
-use crate::tensor::handed::{HandedValue, Made, Stamp, offset_in_memory};
+use crate::tensor::handed::{HandedValue, Made, Stamp};
 use crate::tensor::value::QuantizedValue;
 use crate::torch::operand::{readable, saved_tensor};
 use crate::torch::process::{State, state};
@@ -250,8 +251,7 @@ struct BackwardCall<'a, 'py> {
 /// The call's own tensors that backward reads, by place.
 pub(crate) struct Read<'py> {
     pub(crate) saved: Option<Bound<'py, PyAny>>,
-    /// Tensors with the first byte that a port reads.
-    tensors: SmallVec<[(Port, Bound<'py, PyAny>, usize); 4]>,
+    tensors: SmallVec<[(Port, Bound<'py, PyAny>); 4]>,
 }
 
 impl<'py> Read<'py> {
@@ -273,19 +273,9 @@ impl<'py> Read<'py> {
         let saved = Some(tensors.get_item(0)?).filter(|saved| !saved.is_none());
         let saved = saved.map(|saved| read(saved, (sized.saved_bytes(), DType::U8))).transpose()?;
         let places = program.reads().iter().zip(sized.read_extents());
-        let handed = program.key().outer.input.map(|kind| (kind, sized.rows(), program.key().cols));
         let tensors = places
             .zip(tensors.iter().skip(1))
-            .map(|((&place, &(elements, dtype)), tensor)| {
-                if let Some(value) = handed
-                    && matches!(place, Port::Input | Port::Beside(Outer::Input, _))
-                    && let view = view_of(&state.reader, &tensor, "a saved tensor")?
-                    && let Some(offset) = offset_in_memory(value, place, &view, device)
-                {
-                    return Ok((place, tensor, offset));
-                }
-                Ok((place, read(tensor, (elements, dtype))?, 0))
-            })
+            .map(|((&place, &(elements, dtype)), tensor)| Ok((place, read(tensor, (elements, dtype))?)))
             .collect::<Result<_, Failure>>()?;
         Ok(Self { saved, tensors })
     }
@@ -293,8 +283,8 @@ impl<'py> Read<'py> {
     /// Sets all addresses.
     pub(crate) fn bind<'a>(&'a self, state: &State, call: &mut Bindings<'_, 'a>) -> te_fast_core::Result<()> {
         call.set(Port::Saved, state.pointer(self.saved.as_ref())?);
-        for (port, tensor, offset) in &self.tensors {
-            call.set(*port, state.pointer(Some(tensor))?.offset(*offset));
+        for (port, tensor) in &self.tensors {
+            call.set(*port, state.pointer(Some(tensor))?);
         }
         Ok(())
     }
@@ -356,7 +346,8 @@ impl<'py> BackwardCall<'_, 'py> {
         let tuples = &kept.shapes.input;
         Ok(match (program.grad_input(), program.grad_input_kind()) {
             (Port::GradInput, Some(kind)) => {
-                Some(Output::InFp8(Made::allocate(state, py, (key.device, kind), &tuples.shape)?))
+                let is_delayed = program.recipe().is_some_and(Recipe::is_delayed);
+                Some(Output::InFp8(Made::allocate(state, py, (key.device, kind, is_delayed), &tuples.shape)?))
             }
             (Port::GradInput, None) => {
                 let (size, stride) = (tuples.size.bind(py), tuples.stride.bind(py));
@@ -647,7 +638,7 @@ impl<'py> BackwardCall<'_, 'py> {
         }
         match input {
             Some(Output::High(input)) => call.set(Port::GradInput, state.pointer(Some(input))?),
-            Some(Output::InFp8(made)) => made.bind((Outer::GradInput, &mut *call)),
+            Some(Output::InFp8(made)) => made.bind(state, (Outer::GradInput, &mut *call))?,
             None => {}
         }
         for (index, grad) in extras.iter().enumerate() {

@@ -103,7 +103,7 @@ impl<'py> Call<'_, 'py> {
         }
         call.set(Port::Saved, state.pointer(results.saved.as_ref())?);
         match &results.y {
-            Output::InFp8(made) => made.bind((Outer::Output, call)),
+            Output::InFp8(made) => made.bind(state, (Outer::Output, call))?,
             Output::High(y) if program.output() == Port::Output => call.set(Port::Output, state.pointer(Some(y))?),
             Output::High(_) => {}
         }

@@ -4,48 +4,32 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyAnyMethods, PyDictMethods, PyTuple};
+use smallvec::SmallVec;
 use te_fast_core::Error;
 use te_fast_core::base::dtype::{DType, Device};
-use te_fast_core::base::pointer::DevPtr;
 use te_fast_core::base::tensor::TensorView;
+use te_fast_core::ops::cast_block::{BlockShape, scale_shape};
+use te_fast_core::ops::handover::ROW_BYTES;
 use te_fast_core::program::{Beside, Bindings, Outer, Port, QuantizedKind};
 use te_fast_core::quant::content::Content;
 use te_fast_core::recipe::definition::Block;
 use te_fast_core::recipe::usage::Usage;
 
 use crate::error::Failure;
-use crate::tensor::call_memory::{CallMemory, GRANULE, LayoutBytes, scale_sizes};
 use crate::tensor::value::{Outside, QuantizedValue};
 use crate::torch::operand::{contiguous_copy, fits};
-use crate::torch::process::State;
+use crate::torch::process::{State, contiguous_strides};
 use crate::torch::reader::{Held, instance_dict, view_of};
 
 const OP: &str = "ops";
+/// The length of a column layout's rows is a multiple of this, as GEMMs need.
+const GRANULE: usize = 16;
 
 /// Bytes and scales of a layout.
 #[derive(Debug)]
 struct Part {
-    data: Piece,
-    scale: Piece,
-}
-
-/// A tensor, and the first byte of a value's part in it.
-#[derive(Debug)]
-struct Piece {
-    held: Held,
-    offset: usize,
-}
-
-impl Piece {
-    fn ptr(&self) -> DevPtr<'_> {
-        self.held.ptr().offset(self.offset)
-    }
-}
-
-impl From<Held> for Piece {
-    fn from(held: Held) -> Self {
-        Self { held, offset: 0 }
-    }
+    data: Held,
+    scale: Held,
 }
 
 /// An FP8 value that a call passes. It is read and never written.
@@ -68,9 +52,6 @@ impl HandedValue {
         what: &'static str,
     ) -> Result<Self, Failure> {
         let py = value.py();
-        if let Some(own) = Self::of_call(py, &*value.try_borrow()?) {
-            return Ok(own);
-        }
         let shared = QuantizedValue::snapshot(value)?;
         let (rows, cols) = (nominal.rows(), nominal.cols());
         let Some((data, scale)) = shared.part(py, false) else {
@@ -82,8 +63,8 @@ impl HandedValue {
         let mut kind = shared.kind(Usage { rowwise: true, columnwise: false });
         let place = (nominal.device(), what);
         let row = Part {
-            data: bytes(state, &data, rows * cols, place)?.into(),
-            scale: scales(state, &scale, kind, (rows, cols), place)?.into(),
+            data: bytes(state, &data, rows * cols, place)?,
+            scale: scales(state, &scale, kind, (rows, cols), place)?,
         };
         let col = match shared.part(py, true) {
             Some(part) => columns(state, part, kind, (rows, cols), place)?,
@@ -95,35 +76,16 @@ impl HandedValue {
         Ok(Self { kind, row, col, content, values })
     }
 
-    /// A value that a call has made, in the call's own memory; none if GEMMs cannot read it there, or if it has tensors,
-    /// which users may have exchanged.
-    fn of_call(py: Python<'_>, value: &QuantizedValue) -> Option<Self> {
-        let (made, is_col_valid) = value.made()?;
-        if !made.fits_gemms() {
-            return None;
-        }
-        let piece = |columnwise, is_scale| {
-            let (held, offset) = made.place(columnwise, is_scale)?;
-            Some(Piece { held: held.again(py), offset })
-        };
-        let part = |columnwise| Some(Part { data: piece(columnwise, false)?, scale: piece(columnwise, true)? });
-        let col = if is_col_valid { part(true) } else { None };
-        let usage = Usage { rowwise: true, columnwise: col.is_some() };
-        let content = value.row_content().clone();
-        let values = content.values();
-        Some(Self { kind: value.kind(usage), row: part(false)?, col, content, values })
-    }
-
-    /// The tensor that backward saves for a port: of the part, or of the memory that ends with it or begins with it.
+    /// The tensor at a port.
     pub(crate) fn tensor<'py>(&self, py: Python<'py>, port: Port) -> Option<Bound<'py, PyAny>> {
         let col = self.col.as_ref();
-        let piece = match port {
+        let tensor = match port {
             Port::Beside(_, Beside::RowScale) => Some(&self.row.scale),
             Port::Beside(_, Beside::Col) => col.map(|part| &part.data),
             Port::Beside(_, Beside::ColScale) => col.map(|part| &part.scale),
             _ => Some(&self.row.data),
         };
-        piece.map(|piece| piece.held.tensor(py).clone())
+        tensor.map(|tensor| tensor.tensor(py).clone())
     }
 
     /// Sets the addresses of all parts.
@@ -140,27 +102,6 @@ impl HandedValue {
     pub(crate) fn stamp(&self) -> Stamp {
         Stamp { content: self.content.clone(), values: self.values }
     }
-}
-
-/// The first byte of a saved part in the memory of the call that made the value, as [`HandedValue::tensor`] gives it.
-/// `saved` is the saved tensor; None if it is a tensor of the part alone.
-pub(crate) fn offset_in_memory(
-    (kind, rows, cols): (QuantizedKind, usize, usize),
-    port: Port,
-    saved: &TensorView<'_>,
-    device: Device,
-) -> Option<usize> {
-    let (columnwise, is_scale) = match port {
-        Port::Beside(_, Beside::RowScale) => (false, true),
-        Port::Beside(_, Beside::Col) => (true, false),
-        Port::Beside(_, Beside::ColScale) => (true, true),
-        _ => (false, false),
-    };
-    // One scale lies in the column layout's memory, if there is one.
-    let columnwise = if is_scale && kind.block == Block::Tensor { kind.usage.columnwise } else { columnwise };
-    let bytes = LayoutBytes::new(kind, (rows, cols), columnwise);
-    let is_memory = saved.dtype() == DType::U8 && saved.device() == device && saved.numel() == bytes.total();
-    (is_memory && fits(saved)).then(|| bytes.offset(is_scale))
 }
 
 /// The content of a value's bytes.
@@ -201,6 +142,14 @@ fn copied(state: &State, tensor: &Bound<'_, PyAny>) -> Result<Held, Failure> {
     Ok(Held::new(&state.reader, &contiguous_copy(tensor)?)?)
 }
 
+fn scale_sizes(kind: QuantizedKind, rows: usize, cols: usize) -> [usize; 2] {
+    match kind.block {
+        Block::Tensor => [1, 1],
+        Block::Row => scale_shape(BlockShape::OneDimensional, rows, cols),
+        Block::Square => scale_shape(BlockShape::TwoDimensional, rows, cols),
+    }
+}
+
 /// The scales of a layout. Scales whose last dimension is not padded, as after permutations, are copied into padded
 /// memory.
 fn scales(
@@ -215,7 +164,7 @@ fn scales(
     if view.device() != device {
         return Err(Error::device(OP, what, format!("scales on {device}, where the data is"), view.device()).into());
     }
-    let [blocks, length] = scale_sizes(kind.block, (rows, cols));
+    let [blocks, length] = scale_sizes(kind, rows, cols);
     let count = blocks * length;
     if view.numel() == count && view.dtype() == DType::F32 {
         return if fits(&view) { Ok(Held::seen(scale, &view)) } else { copied(state, scale) };
@@ -255,13 +204,13 @@ fn columns(
     }
     let scale = scales(state, &scale, kind, (cols, rows), place)?;
     if is_laid_out {
-        return Ok(Some(Part { data: Held::seen(&data, &view).into(), scale: scale.into() }));
+        return Ok(Some(Part { data: Held::seen(&data, &view), scale }));
     }
     let padded = state.empty_sized(py, place.0, &[cols as i64, length as i64], DType::U8)?;
     padded.call_method0(intern!(py, "zero_"))?;
     let flat = data.call_method1(intern!(py, "reshape"), (cols, rows))?;
     padded.call_method1(intern!(py, "narrow"), (1, 0, rows))?.call_method1(intern!(py, "copy_"), (flat,))?;
-    Ok(Some(Part { data: Held::new(&state.reader, &padded)?.into(), scale: scale.into() }))
+    Ok(Some(Part { data: Held::new(&state.reader, &padded)?, scale }))
 }
 
 /// Python's classes of quantised tensors.
@@ -296,35 +245,68 @@ pub(crate) fn quantizer_of(owner: &Bound<'_, PyAny>, kind: QuantizedKind, is_gra
     Ok(owner.call_method1(intern!(py, "_outer_quantizer"), (is_grad, kind.usage.columnwise))?.unbind())
 }
 
-/// A value in FP8 that a call makes.
-pub(crate) struct Made {
-    memory: CallMemory,
+/// Memory of a value in FP8 that a call makes.
+pub(crate) struct Made<'py> {
+    kind: QuantizedKind,
+    shape: SmallVec<[i64; 4]>,
     device: Device,
+    row: Bound<'py, PyAny>,
+    row_scale: Bound<'py, PyAny>,
+    /// The scale is the first number of a row of [`te_fast_core::ops::handover`].
+    is_table: bool,
+    col: Option<(Bound<'py, PyAny>, Option<Bound<'py, PyAny>>)>,
 }
 
-impl Made {
-    /// Memory for a value of this shape.
+impl<'py> Made<'py> {
+    /// Memory for a value of this shape; `is_delayed` if its scale is known beforehand.
     pub(crate) fn allocate(
         state: &State,
-        py: Python<'_>,
-        (device, kind): (Device, QuantizedKind),
+        py: Python<'py>,
+        (device, kind, is_delayed): (Device, QuantizedKind, bool),
         shape: &[i64],
     ) -> Result<Self, Failure> {
-        Ok(Self { memory: CallMemory::allocate(state, py, (device, kind), shape)?, device })
+        let cols = shape.last().map_or(1, |&cols| cols as usize);
+        let rows = shape.iter().rev().skip(1).product::<i64>() as usize;
+        let floats = |sizes: [usize; 2]| state.empty_sized(py, device, &sizes.map(|size| size as i64), DType::F32);
+        let row = state.empty_sized(py, device, shape, DType::U8)?;
+        let is_table = is_delayed && kind.block == Block::Tensor;
+        let row_scale = if kind.block == Block::Tensor {
+            let count = if is_table { (ROW_BYTES / size_of::<f32>()) as i64 } else { 1 };
+            state.empty_sized(py, device, &[count], DType::F32)?
+        } else {
+            floats(scale_sizes(kind, rows, cols))?
+        };
+        let col = if kind.usage.columnwise {
+            let scale = (kind.block != Block::Tensor).then(|| floats(scale_sizes(kind, cols, rows))).transpose()?;
+            Some((columns_of(state, py, device, (rows, cols), shape)?, scale))
+        } else {
+            None
+        };
+        Ok(Self { kind, shape: shape.into(), device, row, row_scale, is_table, col })
     }
 
     /// The format of the value.
     pub(crate) const fn kind(&self) -> QuantizedKind {
-        self.memory.kind()
+        self.kind
     }
 
     /// Sets the addresses of all parts.
-    pub(crate) fn bind<'a>(&'a self, place: (Outer, &mut Bindings<'_, 'a>)) {
-        self.memory.bind(place);
+    pub(crate) fn bind<'a>(
+        &'a self,
+        state: &State,
+        (outer, call): (Outer, &mut Bindings<'_, 'a>),
+    ) -> te_fast_core::Result<()> {
+        call.set(outer.port(), state.pointer(Some(&self.row))?);
+        call.set(Port::Beside(outer, Beside::RowScale), state.pointer(Some(&self.row_scale))?);
+        if let Some((data, scale)) = &self.col {
+            call.set(Port::Beside(outer, Beside::Col), state.pointer(Some(data))?);
+            call.set(Port::Beside(outer, Beside::ColScale), state.pointer(scale.as_ref())?);
+        }
+        Ok(())
     }
 
     /// The tensor for users, with a nominal type.
-    pub(crate) fn tensor<'py>(
+    pub(crate) fn tensor(
         self,
         state: &State,
         dtype: DType,
@@ -333,17 +315,38 @@ impl Made {
     ) -> Result<Bound<'py, PyAny>, Failure> {
         let py = size.py();
         let classes = classes(py)?;
-        let class = if self.kind().block == Block::Tensor { &classes.per_tensor } else { &classes.block };
-        let device = self.memory.device(py)?;
-        let outside = Outside { shape: self.memory.shape().into(), dtype, device: self.device };
+        let class = if self.kind.block == Block::Tensor { &classes.per_tensor } else { &classes.block };
+        let device = self.row.getattr(intern!(py, "device"))?;
+        let outside = Outside { shape: self.shape, dtype, device: self.device };
         let dtype = state.torch.dtype(py, dtype);
         // Without strides the tensor is contiguous.
         let arguments = (class, size, py.None(), py.None(), py.None(), dtype, &classes.strided, device);
         let made = classes.make_wrapper_subclass.bind(py).call1(arguments)?;
-        let value = QuantizedValue::of_call(self.memory, outside);
+        let row_scale =
+            if self.is_table { state.torch.in_storage_of(&self.row_scale, &[1], 0)? } else { self.row_scale };
+        let value = QuantizedValue::of_call(self.kind, outside, (self.row, row_scale), self.col);
         let attributes = instance_dict(&made)?;
         attributes.set_item(intern!(py, "_value"), Bound::new(py, value)?)?;
         attributes.set_item(intern!(py, "_quantizer"), quantizer)?;
         Ok(made)
     }
+}
+
+/// A column layout for a tensor of `shape`, with rows of the length that GEMMs need.
+fn columns_of<'py>(
+    state: &State,
+    py: Python<'py>,
+    device: Device,
+    (rows, cols): (usize, usize),
+    shape: &[i64],
+) -> Result<Bound<'py, PyAny>, Failure> {
+    let leading = shape.split_last().map_or(&[][..], |(_, leading)| leading);
+    let size: Vec<i64> = std::iter::once(cols as i64).chain(leading.iter().copied()).collect();
+    let length = rows.next_multiple_of(GRANULE);
+    if length == rows {
+        return Ok(state.empty_sized(py, device, &size, DType::U8)?);
+    }
+    let bytes = state.bytes(py, device, cols * length)?;
+    let strides: Vec<i64> = std::iter::once(length as i64).chain(contiguous_strides(leading)).collect();
+    Ok(bytes.call_method1(intern!(py, "as_strided"), (PyTuple::new(py, size)?, PyTuple::new(py, strides)?))?)
 }

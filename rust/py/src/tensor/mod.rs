@@ -1,6 +1,5 @@
 //! Quantised tensors of users: the native half of `te_fast.tensor`.
 
-pub(crate) mod call_memory;
 mod dequantize;
 pub(crate) mod given;
 pub(crate) mod handed;

@@ -2,8 +2,6 @@
 //!
 //! Users may read and replace the inner tensors, and torch may free their memory. So each use reads addresses again.
 
-use std::sync::Arc;
-
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
@@ -25,7 +23,6 @@ use te_fast_core::{Error, Fp8};
 use crate::direct::call::DirectCall;
 use crate::direct::tensors::{contiguous, fp8_named, single_f32};
 use crate::error::IntoPython;
-use crate::tensor::call_memory::CallMemory;
 use crate::tensor::dequantize::{dequantized, from_columns};
 use crate::tensor::kind::{block_numbered, block_shape, fp8_name, scale_count};
 use crate::torch::process::{State, contiguous_strides, state};
@@ -77,8 +74,6 @@ pub(crate) struct QuantizedValue {
     keeps_col: bool,
     /// Known of a value that a call has made, and whose tensor nobody else has.
     outside: Option<Outside>,
-    /// Where a call has put both layouts, until somebody asks for their tensors. Meanwhile `row` and `col` have none.
-    made: Option<Arc<CallMemory>>,
 }
 
 /// Rule of scales: whether from the tensor, smallest amax, whether powers of two.
@@ -104,7 +99,7 @@ impl QuantizedValue {
         let layout = |data, scale| Layout { data, scale, content: Content::new() };
         let (row, col) = (layout(row, row_scale), layout(col, col_scale));
         let (fp8, groups) = (fp8_named(fp8)?, groups.max(1));
-        let value = Self { block, fp8, groups, row, col, keeps_col: true, outside: None, made: None };
+        let value = Self { block, fp8, groups, row, col, keeps_col: true, outside: None };
         value.agree(py);
         Ok(value)
     }
@@ -135,14 +130,13 @@ impl QuantizedValue {
 
     /// Bytes of the row layout.
     #[getter]
-    fn get_row(slf: &Bound<'_, Self>) -> PyResult<Object> {
-        Ok(Self::with_tensors(slf)?.row(slf.py()))
+    fn row(&self, py: Python<'_>) -> Object {
+        self.row.data.as_ref().map(|tensor| tensor.clone_ref(py))
     }
 
     /// Replaces the bytes; the column layout then counts as out of date.
     #[setter]
     fn set_row(slf: &Bound<'_, Self>, data: Object) -> PyResult<()> {
-        drop(Self::with_tensors(slf)?);
         let mut value = slf.try_borrow_mut()?;
         value.row.content = Content::new();
         let former = std::mem::replace(&mut value.row.data, data);
@@ -153,13 +147,12 @@ impl QuantizedValue {
 
     /// Its inverse scales.
     #[getter]
-    fn get_row_scale(slf: &Bound<'_, Self>) -> PyResult<Object> {
-        Ok(Self::with_tensors(slf)?.row_scale(slf.py()))
+    fn row_scale(&self, py: Python<'_>) -> Object {
+        self.row.scale.as_ref().map(|tensor| tensor.clone_ref(py))
     }
 
     #[setter]
     fn set_row_scale(slf: &Bound<'_, Self>, scale: Object) -> PyResult<()> {
-        drop(Self::with_tensors(slf)?);
         let former = std::mem::replace(&mut slf.try_borrow_mut()?.row.scale, scale);
         drop(former);
         Ok(())
@@ -167,14 +160,13 @@ impl QuantizedValue {
 
     /// Bytes of the column layout.
     #[getter]
-    fn get_col(slf: &Bound<'_, Self>) -> PyResult<Object> {
-        Ok(Self::with_tensors(slf)?.col(slf.py()))
+    fn col(&self, py: Python<'_>) -> Object {
+        self.col.data.as_ref().map(|tensor| tensor.clone_ref(py))
     }
 
     /// Replaces the bytes, which have the values of the row layout.
     #[setter]
     fn set_col(slf: &Bound<'_, Self>, data: Object) -> PyResult<()> {
-        drop(Self::with_tensors(slf)?);
         let mut value = slf.try_borrow_mut()?;
         value.col.content = Content::new();
         let former = std::mem::replace(&mut value.col.data, data);
@@ -186,13 +178,13 @@ impl QuantizedValue {
 
     /// Its inverse scales; the one scale of a value that has one.
     #[getter]
-    fn get_col_scale(slf: &Bound<'_, Self>) -> PyResult<Object> {
-        Ok(Self::with_tensors(slf)?.col_scale(slf.py()))
+    fn col_scale(&self, py: Python<'_>) -> Object {
+        let layout = if self.block == Block::Tensor { &self.row } else { &self.col };
+        layout.scale.as_ref().map(|tensor| tensor.clone_ref(py))
     }
 
     #[setter]
     fn set_col_scale(slf: &Bound<'_, Self>, scale: Object) -> PyResult<()> {
-        drop(Self::with_tensors(slf)?);
         let former = std::mem::replace(&mut slf.try_borrow_mut()?.col.scale, scale);
         drop(former);
         Ok(())
@@ -216,8 +208,10 @@ impl QuantizedValue {
     }
 
     /// Another value over the same bytes and scales.
-    fn share(slf: &Bound<'_, Self>) -> PyResult<Self> {
-        Self::snapshot(slf)
+    fn share(&self, py: Python<'_>) -> Self {
+        let (row, col) = (self.row.shared(py), self.col.shared(py));
+        let &Self { block, fp8, groups, keeps_col, .. } = self;
+        Self { block, fp8, groups, row, col, keeps_col, outside: None }
     }
 
     /// Notes that others have written the bytes of the row layout.
@@ -273,7 +267,7 @@ impl QuantizedValue {
         let py = slf.py();
         let state = state(py)?;
         let (data, scale, columnwise, kind) = {
-            let value = Self::with_tensors(slf)?;
+            let value = slf.try_borrow()?;
             let columnwise = value.row.data.is_none();
             let (data, scale) =
                 if columnwise { (value.col(py), value.col_scale(py)) } else { (value.row(py), value.row_scale(py)) };
@@ -303,7 +297,7 @@ impl QuantizedValue {
     }
 
     fn __clear__(&mut self) {
-        (self.row, self.col, self.made) = (Layout::default(), Layout::default(), None);
+        (self.row, self.col) = (Layout::default(), Layout::default());
     }
 }
 
@@ -361,53 +355,7 @@ impl QuantizedValue {
 
     /// The same bytes and scales in a new value, which may be borrowed while Python runs.
     pub(crate) fn snapshot(slf: &Bound<'_, Self>) -> PyResult<Self> {
-        let (py, value) = (slf.py(), Self::with_tensors(slf)?);
-        let (row, col) = (value.row.shared(py), value.col.shared(py));
-        let &Self { block, fp8, groups, keeps_col, .. } = &*value;
-        Ok(Self { block, fp8, groups, row, col, keeps_col, outside: None, made: None })
-    }
-
-    /// The value, whose layouts are tensors from now on.
-    fn with_tensors<'a>(slf: &'a Bound<'_, Self>) -> PyResult<PyRef<'a, Self>> {
-        let value = slf.try_borrow()?;
-        let Some(made) = value.made.clone() else { return Ok(value) };
-        drop(value);
-        let [row, col] = made.tensors(slf.py())?;
-        let mut value = slf.try_borrow_mut()?;
-        if value.made.take().is_some() {
-            (value.row.data, value.row.scale) = row;
-            (value.col.data, value.col.scale) = col;
-        }
-        drop(value);
-        Ok(slf.try_borrow()?)
-    }
-
-    /// The memory of a call that made this value, while nobody has asked for its tensors, and whether the column layout
-    /// has the values of the row layout.
-    pub(crate) fn made(&self) -> Option<(&Arc<CallMemory>, bool)> {
-        let versions = [Some(0), Some(0)]; // of new memory
-        self.made.as_ref().map(|made| (made, self.col.content.agrees(&self.row.content, versions)))
-    }
-
-    /// Bytes of the row layout.
-    fn row(&self, py: Python<'_>) -> Object {
-        self.row.data.as_ref().map(|tensor| tensor.clone_ref(py))
-    }
-
-    /// Its inverse scales.
-    fn row_scale(&self, py: Python<'_>) -> Object {
-        self.row.scale.as_ref().map(|tensor| tensor.clone_ref(py))
-    }
-
-    /// Bytes of the column layout.
-    fn col(&self, py: Python<'_>) -> Object {
-        self.col.data.as_ref().map(|tensor| tensor.clone_ref(py))
-    }
-
-    /// Its inverse scales; the one scale of a value that has one.
-    fn col_scale(&self, py: Python<'_>) -> Object {
-        let layout = if self.block == Block::Tensor { &self.row } else { &self.col };
-        layout.scale.as_ref().map(|tensor| tensor.clone_ref(py))
+        Ok(slf.try_borrow()?.share(slf.py()))
     }
 
     /// Whether there is a column layout with the values of the row layout.
@@ -442,7 +390,7 @@ impl QuantizedValue {
 
     /// Whether there are bytes in either layout.
     pub(crate) const fn has_bytes(&self) -> bool {
-        self.made.is_some() || self.row.data.is_some() || self.col.data.is_some()
+        self.row.data.is_some() || self.col.data.is_some()
     }
 
     /// The bytes of the existing layouts.
@@ -460,14 +408,27 @@ impl QuantizedValue {
         &self.row.content
     }
 
-    /// A value that a call has made for one tensor. Both layouts have equal values.
-    pub(crate) fn of_call(made: CallMemory, outside: Outside) -> Self {
-        let (QuantizedKind { block, dtype: fp8, usage }, outside) = (made.kind(), Some(outside));
-        let (row, col) = (Layout::default(), Layout::default());
-        if usage.columnwise {
-            col.content.agree(&row.content, [Some(0), Some(0)]); // versions of new memory
+    /// A value that a call has made for one tensor: bytes and scales of its row layout and of its column layout, with
+    /// equal values.
+    pub(crate) fn of_call<'py>(
+        kind: QuantizedKind,
+        outside: Outside,
+        (row, row_scale): (Bound<'py, PyAny>, Bound<'py, PyAny>),
+        col: Option<(Bound<'py, PyAny>, Option<Bound<'py, PyAny>>)>,
+    ) -> Self {
+        let layout = |data: Bound<'py, PyAny>, scale: Option<Bound<'py, PyAny>>| Layout {
+            data: Some(data.unbind()),
+            scale: scale.map(Bound::unbind),
+            content: Content::new(),
+        };
+        let col = col.map_or_else(Layout::default, |(data, scale)| layout(data, scale));
+        let row = layout(row, Some(row_scale));
+        let (block, fp8, outside) = (kind.block, kind.dtype, Some(outside));
+        let value = Self { block, fp8, groups: 1, row, col, keeps_col: true, outside };
+        if value.col.data.is_some() {
+            value.col.content.agree(&value.row.content, [Some(0), Some(0)]); // versions of new memory
         }
-        Self { block, fp8, groups: 1, row, col, keeps_col: true, outside, made: Some(Arc::new(made)) }
+        value
     }
 
     /// The column layout, from the row layout; with `reuses`, in the former one's memory. Both layouts share one scale.
@@ -531,7 +492,7 @@ impl QuantizedValue {
     pub(crate) fn of_row((block, groups): (Block, usize), fp8: Fp8, row: [Bound<'_, PyAny>; 2]) -> Self {
         let [data, scale] = row.map(|tensor| Some(tensor.unbind()));
         let row = Layout { data, scale, content: Content::new() };
-        Self { block, fp8, groups, row, col: Layout::default(), keeps_col: true, outside: None, made: None }
+        Self { block, fp8, groups, row, col: Layout::default(), keeps_col: true, outside: None }
     }
 
     /// The shape of its scales, and its FP8 type.
@@ -576,7 +537,7 @@ impl QuantizedValue {
     ) -> Self {
         let layout = |data, scale| Layout { data, scale, content: Content::new() };
         let (row, col) = (layout(row, row_scale), layout(col, col_scale));
-        let value = Self { block: first.block, fp8: first.fp8, groups, row, col, keeps_col, outside: None, made: None };
+        let value = Self { block: first.block, fp8: first.fp8, groups, row, col, keeps_col, outside: None };
         value.agree(py);
         value
     }

@@ -298,11 +298,6 @@ impl Held {
         self.tensor.bind(py)
     }
 
-    /// The same tensor, kept once more.
-    pub(crate) fn again(&self, py: Python<'_>) -> Self {
-        Self { tensor: self.tensor.clone_ref(py), address: self.address }
-    }
-
     /// A new tensor on the same memory, for other owners.
     pub(crate) fn shared<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         self.tensor.bind(py).call_method0("detach")
