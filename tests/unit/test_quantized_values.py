@@ -473,7 +473,7 @@ def test_layers_hand_fp8_on_with_the_bits_of_plain_tensors(kind, rows, monkeypat
 @pytest.mark.parametrize("asked", ["before", "after"])
 @pytest.mark.parametrize("options", [{}, {"delay_wgrad_compute": True}])
 def test_gradients_are_the_same_whoever_asks_for_the_inner_tensors(options, asked, recipe):
-    """A call's memory becomes tensors when somebody asks for them: before the next layer reads it, after, or never."""
+    """Users may ask before the next layer reads the value, after it, or never."""
 
     def run(when):
         first, second = linear(128, 256), linear(256, 128, **options)
@@ -494,18 +494,50 @@ def test_gradients_are_the_same_whoever_asks_for_the_inner_tensors(options, aske
     same(run(asked), run("never"))
 
 
-@pytest.mark.parametrize("asked", ["before", "after"])
-def test_a_backward_refuses_an_output_whose_bytes_were_written_since(asked, recipe):
+@pytest.mark.parametrize("use", [parts, lambda h: h.detach(), lambda h: h * 1])
+@pytest.mark.parametrize("used", ["before", "after"])
+def test_a_backward_refuses_an_output_whose_bytes_were_written_since(used, use, recipe):
     first, second = linear(128, 256), linear(256, 128)
     with te.autocast(recipe=recipe):
         h = first(randn(32, 128), fp8_output=True)
-        if asked == "before":
-            parts(h)
+        if used == "before":
+            use(h)
         y = second(h)
+    if used == "after":
+        use(h)
     row, _, col, _ = parts(h)
     (row if col is None else col).zero_()  # delayed scaling makes the column layout in backward
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
+
+
+def test_a_residual_around_a_checkpoint(recipe):
+    """The recomputed forward saves what the first one saved, whatever was read between them."""
+    first, second = linear(128, 128), linear(128, 128)
+    results = []
+    for recomputes in (False, True):
+        if name_of(recipe) == "delayed":
+            for layer in (first, second):
+                layer.reset_fp8_meta_tensors()
+        leaf = _leaf(randn(32, 128))
+        with te.autocast(recipe=recipe):
+            h = first(leaf, fp8_output=True)
+            y = checkpoint(second, h, use_reentrant=False) if recomputes else second(h)
+            y = y + h
+        y.backward(randn(32, 128, seed=1))
+        results.append([y.detach(), leaf.grad])
+    same(*results)
+
+
+def test_a_new_scale_makes_the_column_layout_old():
+    h = linear(128, 256)
+    with te.autocast(recipe=Float8CurrentScaling()):
+        h = h(randn(32, 128), fp8_output=True)
+    assert h._value.col_is_valid
+    with torch.no_grad():
+        h._data.copy_(h._data.flip(0))
+        h._scale_inv.mul_(2)
+    assert not h._value.col_is_valid
 
 
 @pytest.mark.parametrize("kind", [Float8CurrentScaling, Float8BlockScaling])

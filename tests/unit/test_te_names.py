@@ -100,14 +100,6 @@ def test_what_is_missing_says_so(module, name):
         exec(f"from {module.__name__} import {name}", {})
 
 
-@pytest.mark.parametrize("name", ["IdentityTensor", "HybridQuantizedTensor"])
-def test_tensors_of_custom_recipes_say_what_stands_in_their_place(name):
-    import te_fast.pytorch as te
-
-    with pytest.raises(MissingError, match=f"{name} is not there yet.*keep plain tensors"):
-        getattr(te, name)
-
-
 @pytest.mark.parametrize(
     "module",
     [

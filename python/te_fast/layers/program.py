@@ -28,6 +28,7 @@ from te_fast.runtime.global_state import autocast_state
 from te_fast.runtime.inputs import check_input
 from te_fast.tensor.of_factory import own_region
 from te_fast.tensor.primary import is_quantized
+from te_fast.tensor.storage import QuantizedTensorStorage
 
 if TYPE_CHECKING:
     from te_fast.layers.load_torch import Source
@@ -357,6 +358,8 @@ class ProgramLayer(TransformerEngineBaseModule):
             if enabled and inp.dtype == self.activation_dtype and not self.checkpoint:
                 return inp
             inp = inp.dequantize(dtype=self.activation_dtype)  # type: ignore[call-arg]
+        elif isinstance(inp, QuantizedTensorStorage):  # an IdentityTensor, or one of two values
+            inp = inp.dequantize(dtype=self.activation_dtype)
         x = inp.to(self.activation_dtype)
         return x if type(x) in (torch.Tensor, torch.nn.Parameter) else x.as_subclass(torch.Tensor)
 

@@ -12,11 +12,7 @@ _LINEAR_ATTENTION = (
 )
 _QUANTISATION = "apply_recipe quantizer_factory"
 _TENSORS = (
-    "MXFP8Tensor MXFP8TensorStorage MXFP8Quantizer NVFP4Tensor NVFP4TensorStorage NVFP4Quantizer "
-    "HybridQuantizedTensor HybridQuantizedTensorStorage IdentityTensor IdentityTensorStorage"
-)
-_OF_CUSTOM_RECIPES = (
-    "layers under a CustomRecipe keep plain tensors where its factory returns an IdentityQuantizer"
+    "MXFP8Tensor MXFP8TensorStorage MXFP8Quantizer NVFP4Tensor NVFP4TensorStorage NVFP4Quantizer"
 )
 _TOOLS = (
     ""
@@ -60,8 +56,6 @@ _NAMES = {
     "te_fast.pytorch.tensor": (
         f"{_TENSORS} GroupedTensor GroupedTensorStorage grouped_tensor mxfp8_tensor nvfp4_tensor"
     ),
-    "te_fast.pytorch.tensor.hybrid_tensor": "HybridQuantizedTensor HybridQuantizedTensorStorage",
-    "te_fast.pytorch.tensor.identity_tensor": "IdentityTensor IdentityTensorStorage",
     "te_fast.pytorch.custom_recipes.quantizer_factories": "mxfp8_factory nvfp4_factory",
     "te_fast.pytorch.tensor.storage": (
         "GroupedTensorStorage HybridQuantizedTensorStorage IdentityTensorStorage "
@@ -99,7 +93,6 @@ def missing(module: str, name: str) -> AttributeError:
         Name of the attribute.
     """
     if name in _NAMES[module].split():
-        reason = f" ({_OF_CUSTOM_RECIPES})" if name.startswith(("Identity", "Hybrid")) else ""
-        message = f"{module}.{name} is not there yet; keep Transformer Engine's{reason}"
+        message = f"{module}.{name} is not there yet; keep Transformer Engine's"
         return MissingError(message)
     return AttributeError(f"module {module!r} has no attribute {name!r}")

@@ -23,7 +23,8 @@ from te_fast.recipe.roles import DelayedScalingRequest, QuantizerRole
 from te_fast.tensor.blockwise import Float8BlockQuantizer
 from te_fast.tensor.dtypes import DType
 from te_fast.tensor.float8 import Float8CurrentScalingQuantizer
-from te_fast.tensor.passthrough import HybridQuantizer, IdentityQuantizer
+from te_fast.tensor.hybrid_tensor import HybridQuantizer
+from te_fast.tensor.identity_tensor import IdentityQuantizer
 
 Kind = Literal["linear", "grouped_linear", ""]
 

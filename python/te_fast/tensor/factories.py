@@ -6,7 +6,7 @@ from te_fast.recipe.roles import DelayedScalingRequest, QuantizerRole
 from te_fast.tensor.blockwise import Float8BlockQuantizer
 from te_fast.tensor.dtypes import DType
 from te_fast.tensor.float8 import Float8CurrentScalingQuantizer
-from te_fast.tensor.passthrough import IdentityQuantizer
+from te_fast.tensor.identity_tensor import IdentityQuantizer
 
 _LINEARS = ("linear", "grouped_linear")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from te_fast.runtime import native
-from te_fast.tensor import blockwise, float8
+from te_fast.tensor import blockwise, float8, hybrid_tensor, identity_tensor
 from te_fast.tensor.dtypes import DType
 
 
@@ -23,6 +23,10 @@ def register_classes() -> None:
             float8.Float8CurrentScalingQuantizer,
             blockwise._make_float8_blockwise_tensor_in_reduce_ex,
             blockwise.Float8BlockQuantizer,
+            identity_tensor._make_identity_tensor_in_reduce_ex,
+            identity_tensor.IdentityQuantizer,
+            hybrid_tensor._make_hybrid_quantized_tensor_in_reduce_ex,
+            hybrid_tensor.HybridQuantizer,
         ]
     )
 
@@ -43,4 +47,6 @@ def get_all_tensor_types() -> list[type]:
     """
     quantized = (float8.Float8Tensor, float8.Float8TensorStorage)
     blocks = (blockwise.Float8BlockwiseQTensor, blockwise.Float8BlockwiseQTensorStorage)
-    return [torch.Tensor, torch.nn.Parameter, *quantized, *blocks]
+    others = (identity_tensor.IdentityTensor, identity_tensor.IdentityTensorStorage)
+    both = (hybrid_tensor.HybridQuantizedTensor, hybrid_tensor.HybridQuantizedTensorStorage)
+    return [torch.Tensor, torch.nn.Parameter, *quantized, *blocks, *others, *both]

@@ -48,6 +48,36 @@ def dispatch(func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             result = handler(*args, **kwargs)
         if result is not NotImplemented:
             return result
+    return in_high_precision(func, types, args, kwargs, is_shared=is_shared)
+
+
+def in_high_precision(
+    func: Any,
+    types: Any,
+    args: Any,
+    kwargs: dict[str, Any],
+    *,
+    is_shared: bool = False,
+    is_native: bool = True,
+) -> Any:
+    """Dequantise, run the operator, and quantise again what it wrote.
+
+    Parameters
+    ----------
+    func : torch._ops.OpOverload
+        The operator.
+    types, args, kwargs
+        As ``__torch_dispatch__`` passes them.
+    is_shared : bool
+        Whether a view of a tensor with versions is asked for in inference mode.
+    is_native : bool, default = True
+        Whether the tensors that the operator writes have native values.
+
+    Raises
+    ------
+    UnsupportedError
+        If the operator is a collective, or te_fast's and takes no quantised tensors.
+    """
     if func in passthrough_ops:
         return torch.Tensor.__torch_dispatch__(func, types, args, kwargs)
     if func.namespace == "te_fast":
@@ -62,7 +92,8 @@ def dispatch(func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         )
         raise UnsupportedError(message)
     if func._schema.is_mutable:
-        return _write_in_place(func, args, kwargs)
+        write = _write_in_place if is_native else _write_in_place_generally
+        return write(func, args, kwargs)
     result = func(
         *(_plain(arg) for arg in args), **{key: _plain(arg) for key, arg in kwargs.items()}
     )
@@ -182,7 +213,8 @@ def _handles(*operators: Any) -> Callable[[Handler], Handler]:
 
 
 def _is_quantized(tensor: Any) -> bool:
-    return isinstance(tensor, QuantizedTensorStorage)
+    """Tell whether a tensor has bytes and scales of its own."""
+    return isinstance(tensor, QuantizedTensorStorage) and "_value" in tensor.__dict__
 
 
 # The same bytes ----------------------------------------------------------------------------------

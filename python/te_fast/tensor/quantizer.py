@@ -184,7 +184,7 @@ class Quantizer(ABC):
         device : torch.device, optional
             By default the current GPU, or the CPU without a GPU.
         """
-        return self._allocated(shape, {"device": _device_of(device)})
+        return self._allocated(shape, {"device": device_of(device)})
 
     def _allocated(self, shape: Sequence[int], options: dict[str, Any]) -> dict[str, torch.Tensor]:
         specs = self.inner_tensor_specs(shape)
@@ -387,7 +387,7 @@ class Float8QuantizerBase(Quantizer):
             As of ``torch.empty``.
         """
         shape = torch.Size(shape)
-        options: dict[str, Any] = {"device": _device_of(device), "pin_memory": pin_memory}
+        options: dict[str, Any] = {"device": device_of(device), "pin_memory": pin_memory}
         value = self._fresh_value()
         made: Any
         if self.internal:
@@ -400,7 +400,7 @@ class Float8QuantizerBase(Quantizer):
         return made.requires_grad_() if requires_grad and not self.internal else made
 
 
-def _device_of(device: torch.device | str | None) -> torch.device:
+def device_of(device: torch.device | str | None) -> torch.device:
     """Return a device; by default the current GPU, or the CPU without a GPU."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"

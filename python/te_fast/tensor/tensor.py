@@ -63,6 +63,8 @@ class QuantizedTensor(torch.Tensor):
         Device; by default the current GPU, or the CPU without a GPU.
     stride : sequence of int, optional
         Strides; those of a contiguous tensor by default.
+    storage_offset : int, optional
+        Offset in the storage.
 
     Raises
     ------
@@ -92,6 +94,7 @@ class QuantizedTensor(torch.Tensor):
         requires_grad: bool = False,
         device: torch.device | None = None,
         stride: Sequence[int] | None = None,
+        storage_offset: int | None = None,
     ) -> Any:
         """Make the tensor that torch sees."""
         if fake_dtype is not None and fake_dtype != dtype:
@@ -103,6 +106,7 @@ class QuantizedTensor(torch.Tensor):
             cls,
             shape,
             strides=stride,
+            storage_offset=storage_offset,
             dtype=dtype,
             layout=torch.strided,
             requires_grad=requires_grad,
@@ -158,14 +162,122 @@ class QuantizedTensor(torch.Tensor):
         return torch.UntypedStorage(0, device=self.device)
 
 
+class TensorOverStorage(QuantizedTensorStorage, QuantizedTensor):
+    """Base class of tensors that are storages, too: torch sees their shape, type and device, and not what they hold."""
+
+    #: Attributes that a copy has of its own.
+    _HELD: tuple[str, ...] = ()
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """The nominal type."""
+        return self.dtype
+
+    @_dtype.setter
+    def _dtype(self, dtype: torch.dtype) -> None:
+        if dtype != self.dtype:
+            message = f"{type(self).__name__}: the nominal type {self.dtype} cannot become {dtype}; make a new tensor"
+            raise DtypeError(message)
+
+    def _shape(self) -> torch.Size:
+        return self.shape
+
+    shape: Any = torch.Tensor.shape
+    size: Any = torch.Tensor.size
+    device: Any = torch.Tensor.device
+    view: Any = torch.Tensor.view
+
+    def dequantize(self, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return the values.
+
+        Parameters
+        ----------
+        dtype : torch.dtype, optional
+            float32, float16 or bfloat16; the nominal type by default.
+
+        Returns
+        -------
+        torch.Tensor
+            Those of the bytes are ``float(byte) * scale_inv``, rounded once. The gradient is that of this tensor.
+        """
+        dtype = self.dtype if dtype is None else dtype
+        if torch.is_grad_enabled() and self.requires_grad:
+            values: torch.Tensor = _Dequantize.apply(self, dtype)
+            return values
+        return self._plain_values(dtype)
+
+    def _plain_values(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the values without autograd."""
+        raise NotImplementedError
+
+    def prepare_for_saving(self) -> tuple[Tensors, Any]:
+        """Return the inner tensors, and a tensor that restores them; the user's tensor stays whole."""
+        rest: Any = self.detach()
+        saved: tuple[Tensors, Any] = super(TensorOverStorage, rest).prepare_for_saving()
+        return saved
+
+    @property
+    def data(self) -> Any:
+        """The same values in a tensor outside of autograd."""
+        return self.detach()
+
+    @data.setter
+    def data(self, tensor: torch.Tensor) -> None:
+        """Take over the values of another tensor."""
+        if not isinstance(tensor, torch.Tensor):
+            message = (
+                f"{type(self).__name__}.data: expected a torch.Tensor, got {type(tensor).__name__}"
+            )
+            raise DtypeError(message)
+        self._take_over(tensor)
+
+    def _take_over(self, tensor: torch.Tensor) -> None:
+        raise NotImplementedError
+
+    def _reduced(self) -> Any:
+        """Return a function and arguments that make the tensor again, for pickles."""
+        raise NotImplementedError
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle the tensor; a parameter as torch does, so that it stays a parameter."""
+        if not isinstance(self, torch.nn.Parameter):
+            return self._reduced()
+        rebuild: Any = torch._utils._rebuild_parameter
+        return rebuild, (self.detach(), self.requires_grad, OrderedDict())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy all that the tensor holds; a copy of a parameter is a parameter."""
+        if id(self) in memo:
+            return memo[id(self)]
+        if self.grad_fn is not None:
+            message = f"{type(self).__name__}: only tensors that no operation computed can be copied deeply"
+            raise QuantizedTensorError(message)
+        with torch.no_grad():
+            made = self.detach().clone()
+        made.requires_grad_(self.requires_grad)
+        memo[id(self)] = made
+        for name, attribute in self.__dict__.items():
+            if name not in self._HELD:
+                made.__dict__[name] = copy.deepcopy(attribute, memo)
+        if self.grad is not None:
+            made.grad = copy.deepcopy(self.grad, memo)
+        return made
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """Class, type and values."""
+        with torch.no_grad():
+            return self._shown()
+
+
 def _outside(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.dtype, tensor.device, tensor.shape
 
 
-class Float8TensorBase(QuantizedTensorStorage, QuantizedTensor):
+class Float8TensorBase(TensorOverStorage):
     """Base class of tensors over a native value."""
 
     _storage_class: type[QuantizedTensorStorage]
+    _HELD = ("_value", "_is_part")
 
     @classmethod
     def _of_value(
@@ -200,33 +312,6 @@ class Float8TensorBase(QuantizedTensorStorage, QuantizedTensor):
     def _dtype(self, dtype: torch.dtype) -> None:
         if dtype != self.dtype:
             _exchange_outside(self, self.to_dtype(dtype))
-
-    def _shape(self) -> torch.Size:
-        return self.shape
-
-    shape: Any = torch.Tensor.shape
-    size: Any = torch.Tensor.size
-    device: Any = torch.Tensor.device
-    view: Any = torch.Tensor.view
-
-    def dequantize(self, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return the values.
-
-        Parameters
-        ----------
-        dtype : torch.dtype, optional
-            float32, float16 or bfloat16; the nominal type by default.
-
-        Returns
-        -------
-        torch.Tensor
-            ``float(byte) * scale_inv``, rounded once; its gradient is that of this tensor.
-        """
-        dtype = self.dtype if dtype is None else dtype
-        if torch.is_grad_enabled() and self.requires_grad:
-            values: torch.Tensor = _Dequantize.apply(self, dtype)
-            return values
-        return self._plain_values(dtype)
 
     def _plain_values(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the values without autograd."""
@@ -269,30 +354,14 @@ class Float8TensorBase(QuantizedTensorStorage, QuantizedTensor):
         shape: Sequence[int] = tensor.shape
         return shape
 
-    def prepare_for_saving(self) -> tuple[Tensors, Any]:
-        """Return the inner tensors, and a tensor that restores them; the user's tensor stays whole."""
-        rest: Any = self.detach()
-        return QuantizedTensorStorage.prepare_for_saving(rest)
-
     # Exchanging the values -----------------------------------------------------------------------
 
-    @property
-    def data(self) -> Any:
-        """The same bytes in a tensor outside of autograd."""
-        return self.detach()
-
-    @data.setter
-    def data(self, tensor: torch.Tensor) -> None:
+    def _take_over(self, tensor: torch.Tensor) -> None:
         """Take over the bytes of a quantised tensor, or quantise a plain tensor into new bytes.
 
         Views keep the former values, as for any tensor. A tensor with one scale takes over the nominal type, too; a
         tensor of blocks keeps its own.
         """
-        if not isinstance(tensor, torch.Tensor):
-            message = (
-                f"{type(self).__name__}.data: expected a torch.Tensor, got {type(tensor).__name__}"
-            )
-            raise DtypeError(message)
         if isinstance(tensor, Float8TensorBase) and tensor._value.block == self._value.block:
             fresh: Any = tensor.detach()
         else:
@@ -376,42 +445,6 @@ class Float8TensorBase(QuantizedTensorStorage, QuantizedTensor):
                 setattr(made, name, inner[name])
         value.col_is_valid = about["valid"]
         return made
-
-    # Copies --------------------------------------------------------------------------------------
-
-    def _reduced(self) -> Any:
-        """Return a function and arguments that make the tensor again, for pickles."""
-        raise NotImplementedError
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle the tensor; a parameter as torch does, so that it stays a parameter."""
-        if not isinstance(self, torch.nn.Parameter):
-            return self._reduced()
-        rebuild: Any = torch._utils._rebuild_parameter
-        return rebuild, (self.detach(), self.requires_grad, OrderedDict())
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copy bytes, scales and quantizer; a copy of a parameter is a parameter."""
-        if id(self) in memo:
-            return memo[id(self)]
-        if self.grad_fn is not None:
-            message = f"{type(self).__name__}: only tensors that no operation computed can be copied deeply"
-            raise QuantizedTensorError(message)
-        with torch.no_grad():
-            made = self.detach().clone()
-        made.requires_grad_(self.requires_grad)
-        memo[id(self)] = made
-        for name, attribute in self.__dict__.items():
-            if name not in ("_value", "_is_part"):
-                made.__dict__[name] = copy.deepcopy(attribute, memo)
-        if self.grad is not None:
-            made.grad = copy.deepcopy(self.grad, memo)
-        return made
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Class, type and values."""
-        with torch.no_grad():
-            return self._shown()
 
 
 def _exchange_outside(tensor: Any, fresh: Any) -> None:

@@ -21,8 +21,9 @@ from te_fast.pytorch.tensor.float8_tensor import (
     Float8Tensor,
     Float8TensorStorage,
 )
-from te_fast.pytorch.tensor.hybrid_tensor import HybridQuantizer
-from te_fast.pytorch.tensor.identity_tensor import IdentityQuantizer
+from te_fast.pytorch.tensor.hybrid_tensor import HybridQuantizedTensor, HybridQuantizer
+from te_fast.pytorch.tensor.identity_tensor import IdentityQuantizer, IdentityTensor
+from te_fast.pytorch.tensor.storage import HybridQuantizedTensorStorage, IdentityTensorStorage
 from te_fast.pytorch.tensor.utils import cast_master_weights_to_fp8, replace_raw_data
 from te_fast.tensor.loading import get_all_tensor_types
 
@@ -34,8 +35,12 @@ __all__ = [
     "Float8Quantizer",
     "Float8Tensor",
     "Float8TensorStorage",
+    "HybridQuantizedTensor",
+    "HybridQuantizedTensorStorage",
     "HybridQuantizer",
     "IdentityQuantizer",
+    "IdentityTensor",
+    "IdentityTensorStorage",
     "QuantizedTensor",
     "QuantizedTensorStorage",
     "Quantizer",

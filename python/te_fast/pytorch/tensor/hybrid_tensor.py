@@ -1,14 +1,18 @@
-"""The quantizer of two quantizers where Transformer Engine has it."""
+"""Tensors of two quantised values and their quantizer, where Transformer Engine has them."""
 
 from te_fast._names import publish
-from te_fast.pytorch._missing import missing
-from te_fast.tensor.passthrough import HybridQuantizer
+from te_fast.tensor.hybrid_tensor import (
+    HybridQuantizedTensor,
+    HybridQuantizedTensorStorage,
+    HybridQuantizer,
+    _make_hybrid_quantized_tensor_in_reduce_ex,
+)
 
-__all__ = ["HybridQuantizer"]
+__all__ = [
+    "HybridQuantizedTensor",
+    "HybridQuantizedTensorStorage",
+    "HybridQuantizer",
+    "_make_hybrid_quantized_tensor_in_reduce_ex",
+]
 
 publish(__name__)
-
-
-def __getattr__(name: str) -> object:
-    """Say so of what Transformer Engine has here and te_fast does not yet."""
-    raise missing(__name__, name)

@@ -1,14 +1,18 @@
-"""The quantizer for high precision where Transformer Engine has it."""
+"""Tensors and quantizer for high precision, where Transformer Engine has them."""
 
 from te_fast._names import publish
-from te_fast.pytorch._missing import missing
-from te_fast.tensor.passthrough import IdentityQuantizer
+from te_fast.tensor.identity_tensor import (
+    IdentityQuantizer,
+    IdentityTensor,
+    IdentityTensorStorage,
+    _make_identity_tensor_in_reduce_ex,
+)
 
-__all__ = ["IdentityQuantizer"]
+__all__ = [
+    "IdentityQuantizer",
+    "IdentityTensor",
+    "IdentityTensorStorage",
+    "_make_identity_tensor_in_reduce_ex",
+]
 
 publish(__name__)
-
-
-def __getattr__(name: str) -> object:
-    """Say so of what Transformer Engine has here and te_fast does not yet."""
-    raise missing(__name__, name)

@@ -5,8 +5,15 @@ from te_fast.pytorch.tensor.storage.float8_blockwise_tensor_storage import (
     Float8BlockwiseQTensorStorage,
 )
 from te_fast.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
+from te_fast.pytorch.tensor.storage.hybrid_tensor_storage import HybridQuantizedTensorStorage
+from te_fast.pytorch.tensor.storage.identity_tensor_storage import IdentityTensorStorage
 
-__all__ = ["Float8BlockwiseQTensorStorage", "Float8TensorStorage"]
+__all__ = [
+    "Float8BlockwiseQTensorStorage",
+    "Float8TensorStorage",
+    "HybridQuantizedTensorStorage",
+    "IdentityTensorStorage",
+]
 
 
 def __getattr__(name: str) -> object:
