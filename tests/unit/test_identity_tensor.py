@@ -10,6 +10,11 @@ import te_fast.pytorch as te
 from recipes import RECIPES
 from te_fast.errors import ArgumentError, DtypeError, QuantizedTensorError, UnsupportedError
 from te_fast.pytorch.tensor.storage.identity_tensor_storage import IdentityTensorStorage
+from te_fast.pytorch.tensor.utils import (
+    post_all_gather_processing,
+    quantize_master_weights,
+    replace_raw_data,
+)
 
 aten = torch.ops.aten
 
@@ -260,6 +265,37 @@ def test_pickles_and_copies():
     with torch.no_grad():
         other.zero_()
     assert weight.detach().dequantize().abs().sum() > 0
+
+
+def test_masters_are_rounded_into_it():
+    x = randn(4, 8, dtype=torch.bfloat16)
+    fp8 = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, "cpu")(randn(16, 16))
+    weight, master = torch.nn.Parameter(identity(x.clone())), randn(32, seed=1)
+    version = weight._version
+    whole = randn(256, seed=2)
+    quantize_master_weights([weight, fp8], [master[12:], whole], [12, 0], None)
+    expected = torch.cat([x.view(-1)[:12], master[12:].bfloat16()])
+    assert torch.equal(weight.detach().dequantize().view(-1), expected)
+    assert weight._version > version
+    again = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, "cpu")(whole.view(16, 16))
+    assert torch.equal(fp8._data, again._data)
+    shard = torch.empty(64, dtype=torch.uint8)
+    quantize_master_weights([weight], [master], [0], None, [shard])
+    assert torch.equal(shard.view(torch.bfloat16), master.bfloat16())
+    assert torch.equal(weight.detach().dequantize().view(-1), expected)
+    post_all_gather_processing([weight])
+    with pytest.raises(ValueError, match="33 elements at 0"):
+        quantize_master_weights([weight], [torch.ones(33)], [0], None)
+
+
+def test_values_move_to_other_memory():
+    x = randn(4, 8)
+    tensor, memory = identity(x), torch.empty(4, 8)
+    replace_raw_data(tensor, memory)
+    assert tensor._hp_data is memory
+    assert torch.equal(memory, x)
+    with pytest.raises(ValueError, match="expected torch.float32"):
+        replace_raw_data(tensor, torch.empty(4, 8, dtype=torch.uint8))
 
 
 def test_subclasses_stay():

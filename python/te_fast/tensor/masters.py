@@ -19,6 +19,7 @@ from te_fast.runtime.layouts import BLOCK, make_columnwise
 from te_fast.tensor.blockwise import Float8BlockwiseQTensor
 from te_fast.tensor.dtypes import TE_DType_To_Torch
 from te_fast.tensor.float8 import Float8Quantizer, Float8Tensor
+from te_fast.tensor.identity_tensor import IdentityTensorStorage
 from te_fast.tensor.quantizer import note_write
 from te_fast.tensor.tensor import Float8TensorBase
 
@@ -31,8 +32,8 @@ def replace_raw_data(tensor: Any, new_raw_data: torch.Tensor) -> None:
 
     Parameters
     ----------
-    tensor : Float8Tensor or Float8BlockwiseQTensor
-        A quantised tensor with a row layout.
+    tensor : Float8Tensor, Float8BlockwiseQTensor or IdentityTensor
+        A quantised tensor with a row layout, or one that holds values.
     new_raw_data : torch.Tensor
         uint8 of the same shape. The bytes are copied into it, and it is the row layout from now on.
 
@@ -58,14 +59,25 @@ def replace_raw_data(tensor: Any, new_raw_data: torch.Tensor) -> None:
     >>> weight.dequantize().mean(), bool((buffer > 0).all())
     (tensor(1.), True)
     """
+    if isinstance(tensor, IdentityTensorStorage):
+        _move(tensor._values(), new_raw_data)
+        tensor._hp_data = new_raw_data
+        return
     if not isinstance(tensor, Float8TensorBase):
         message = f"replace_raw_data: expected a quantised tensor, got {type(tensor).__name__}"
         raise ArgumentError(message)
     value = tensor._value
-    former = value.row
-    if former is None:
+    if value.row is None:
         message = "replace_raw_data: the tensor has no row layout"
         raise ShapeError(message)
+    valid = value.col_is_valid
+    _move(value.row, new_raw_data)
+    value.row = new_raw_data
+    value.col_is_valid = valid
+
+
+def _move(former: torch.Tensor, new_raw_data: torch.Tensor) -> None:
+    """Copy data to other memory of the same type and shape."""
     if former.dtype != new_raw_data.dtype:
         message = f"replace_raw_data: expected {former.dtype}, got {new_raw_data.dtype}"
         raise _RawDataError(message)
@@ -74,10 +86,7 @@ def replace_raw_data(tensor: Any, new_raw_data: torch.Tensor) -> None:
             f"replace_raw_data: expected shape {list(former.shape)}, got {list(new_raw_data.shape)}"
         )
         raise ShapeError(message)
-    valid = value.col_is_valid
     new_raw_data.detach().copy_(former)
-    value.row = new_raw_data
-    value.col_is_valid = valid
 
 
 class _RawDataError(DtypeError, ValueError):
@@ -93,6 +102,19 @@ class _Part:
     start: int
     #: Memory for the bytes of the slice.
     raw: torch.Tensor | None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the weight is in high precision."""
+        return isinstance(self.weight, IdentityTensorStorage)
+
+    def round(self) -> None:
+        """Write the slice into a weight in high precision, or into its shard."""
+        if self.values is not None and self.raw is not None:
+            with torch.no_grad():
+                self.raw.copy_(self.values.view(torch.uint8))
+            if isinstance(self.weight, torch.Tensor):
+                torch.autograd.graph.increment_version(self.weight)
 
     @property
     def is_whole(self) -> bool:
@@ -231,8 +253,8 @@ def quantize_master_weights(
 
     Parameters
     ----------
-    model_weights : sequence of Float8Tensor or Float8BlockwiseQTensor
-        The weights, whole.
+    model_weights : sequence of Float8Tensor, Float8BlockwiseQTensor or IdentityTensor
+        The weights, whole. Those in high precision get their slices rounded to their type.
     master_weights : sequence of torch.Tensor or None
         This rank's slice of each weight in high precision, flat; None if other ranks have all of the weight. Values are
         rounded to the weight's nominal type first, so that sharded training has the bits of training without shards.
@@ -277,6 +299,10 @@ def quantize_master_weights(
                 weight.clear_high_precision_init_val()
         return
     parts = _parts(model_weights, master_weights, start_offsets, fsdp_shard_model_weights)
+    for part in parts:
+        if part.is_plain:
+            part.round()
+    parts = [part for part in parts if not part.is_plain]
     if is_alone:
         for part in parts:
             if part.is_whole:
@@ -361,6 +387,8 @@ def _parts(
 
 
 def _check_weight(weight: Any) -> None:
+    if isinstance(weight, IdentityTensorStorage):
+        return
     if not isinstance(weight, Float8Tensor | Float8BlockwiseQTensor):
         message = (
             f"quantize_master_weights: expected quantised weights, got {type(weight).__name__}"
@@ -393,11 +421,13 @@ def _part(weight: Any, master: Any, start: int | None, shard: torch.Tensor | Non
             f"{weight.numel()}"
         )
         raise ShapeError(message)
+    is_plain = isinstance(weight, IdentityTensorStorage)
     raw = shard
     if raw is None:
-        raw = weight._value.row.view(-1)[begin : begin + values.numel()]
+        data = weight._values() if is_plain else weight._value.row
+        raw = data.view(-1)[begin : begin + values.numel()]
     raw = raw.view(-1).view(torch.uint8)
-    if raw.numel() != values.numel():
+    if raw.numel() != values.numel() * (values.element_size() if is_plain else 1):
         message = f"quantize_master_weights: a shard of {raw.numel()} bytes for a slice of {values.numel()} elements"
         raise ShapeError(message)
     return _Part(weight, values, begin, raw)
