@@ -10,6 +10,7 @@ import te_fast.pytorch as te
 from recipes import RECIPES
 from te_fast.errors import QuantizedTensorError, UnsupportedError
 from te_fast.pytorch.tensor.storage.hybrid_tensor_storage import HybridQuantizedTensorStorage
+from te_fast.pytorch.tensor.utils import clear_columnwise_cache
 
 E4M3, E5M2 = te.DType.kFloat8E4M3, te.DType.kFloat8E5M2
 QUANTIZERS = {
@@ -239,6 +240,103 @@ def test_storage_only_values_are_refused_where_copies_are_needed():
         hybrid("identity", "e4m3")(randn(8, 16)).fsdp_pre_all_gather(
             None, (8, 16), (16, 1), None, None
         )
+
+
+def test_parts_are_not_written():
+    tensor = hybrid("e4m3", "identity")(
+        torch.rand(32, 16, generator=torch.Generator().manual_seed(0))
+    )
+    former = [one.clone() for one in both(tensor)]
+    for write in (lambda t: t.copy_(torch.full((16, 16), 100.0)), lambda t: t.mul_(100)):
+        with pytest.raises(QuantizedTensorError, match="a part of a tensor"):
+            write(tensor[:16])
+    same(tensor, *former)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda t: t.zero_(),
+        lambda t: t.quantize_(torch.zeros(32, 32)),
+        lambda t: setattr(t, "data", torch.zeros(32, 32)),
+    ],
+)
+def test_autograd_sees_writes(write, pair):
+    tensor, weight = hybrid(*pair)(randn(32, 32)), torch.ones(32, 32, requires_grad=True)
+    y = tensor * weight
+    with torch.no_grad():
+        write(tensor)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_lists_of_tensors(pair):
+    def made():
+        return [quantizer(randn(32, 32)) for quantizer in (QUANTIZERS["e4m3"](), hybrid(*pair))]
+
+    for order in (1, -1):
+        tensors, expected = made()[::order], [one.dequantize() + 1 for one in made()[::order]]
+        torch._foreach_add_(tensors, 1.0)
+        near = [(a.dequantize() - b).abs().max() for a, b in zip(tensors, expected, strict=True)]
+        assert max(near) < 0.3
+        sources, targets = made()[::order], made()[::order]
+        with torch.no_grad():
+            for one in targets:
+                one.zero_()
+        torch._foreach_copy_(targets, sources)
+        for one, other in zip(targets, sources, strict=True):
+            assert torch.equal(one.dequantize(), other.dequantize())
+    one, two = hybrid(*pair)(randn(32, 32)), hybrid(*pair)(randn(32, 32, seed=1))
+    torch._foreach_copy_([one], [two])
+    same(one, *both(two))
+
+
+def test_copies_of_another_kind_are_quantised_again():
+    target, source = (
+        hybrid("e4m3", "e4m3")(randn(32, 32)),
+        hybrid("e5m2", "e5m2")(randn(32, 32, seed=1)),
+    )
+    target.copy_(source)
+    same(target, *(values("e4m3", one) for one in both(source)))
+    target.copy_(torch.arange(32).expand(32, 32))
+    assert torch.equal(target.dequantize(), values("e4m3", torch.arange(32.0).expand(32, 32)))
+
+
+def test_views_in_inference_mode(pair):
+    x = randn(32, 32)
+    tensor = hybrid(*pair)(x)
+    with torch.inference_mode():
+        for view in (lambda t: t.detach(), lambda t: t[0], lambda t: t.view(-1), lambda t: t.t()):
+            found = view(tensor)
+            found = found.dequantize() if isinstance(found, te.QuantizedTensor) else found
+            assert torch.equal(found, view(values(pair[0], x)))
+
+
+def test_other_nominal_types_and_strides(pair):
+    x = randn(32, 16)
+    half = hybrid(*pair).quantize(x, dtype=torch.bfloat16)
+    assert (half.dtype, half.dequantize().dtype) == (torch.bfloat16, torch.bfloat16)
+    with pytest.raises(QuantizedTensorError, match=r"expected dtype torch.bfloat16"):
+        half.data = hybrid(*pair)(x)
+    turned = hybrid(*pair)(x.t())
+    flat = turned.view(-1)
+    flat = flat.dequantize() if isinstance(flat, te.QuantizedTensor) else flat
+    assert torch.equal(flat, values(pair[0], x.t()).reshape(-1))
+    clear_columnwise_cache(half)
+    assert half.get_usages() == {"rowwise": True, "columnwise": False}
+
+
+def test_settings_for_several_ranks_go_to_both():
+    quantizer = hybrid("e4m3", "identity")
+    assert not quantizer.with_amax_reduction
+    quantizer.with_amax_reduction = True
+    quantizer.amax_reduction_group = "ranks"
+    assert quantizer.rowwise_quantizer.with_amax_reduction
+    assert (
+        quantizer.amax_reduction_group
+        == quantizer.rowwise_quantizer.amax_reduction_group
+        == "ranks"
+    )
 
 
 def test_quantizers_tell_what_both_can():

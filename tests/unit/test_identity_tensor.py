@@ -7,10 +7,12 @@ import pytest
 import torch
 
 import te_fast.pytorch as te
+from graphs import needs_compile
 from recipes import RECIPES
 from te_fast.errors import ArgumentError, DtypeError, QuantizedTensorError, UnsupportedError
 from te_fast.pytorch.tensor.storage.identity_tensor_storage import IdentityTensorStorage
 from te_fast.pytorch.tensor.utils import (
+    clear_columnwise_cache,
     post_all_gather_processing,
     quantize_master_weights,
     replace_raw_data,
@@ -296,6 +298,66 @@ def test_values_move_to_other_memory():
     assert torch.equal(memory, x)
     with pytest.raises(ValueError, match="expected torch.float32"):
         replace_raw_data(tensor, torch.empty(4, 8, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda t: t.zero_(),
+        lambda t: t.quantize_(torch.zeros(8, 8)),
+        lambda t: torch._foreach_zero_([t]),
+        lambda t: torch.add(t, 1, out=t),
+        lambda t: quantize_master_weights([t], [torch.zeros(64)], [0], None),
+    ],
+)
+@pytest.mark.parametrize("read", [lambda t: t.dequantize(), lambda t: t])
+def test_a_backward_refuses_values_that_were_written_since(read, write):
+    weight, tensor = torch.ones(8, 8, requires_grad=True), identity(randn(8, 8))
+    y = read(tensor) * weight
+    with torch.no_grad():
+        write(tensor)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+def test_results_of_another_shape_are_refused():
+    with pytest.raises(
+        QuantizedTensorError, match=r"shape \[4, 4\], and out= is an IdentityTensor of \[2, 2\]"
+    ):
+        torch.add(torch.ones(4, 4), 1, out=identity(torch.zeros(2, 2)))
+
+
+def test_taken_values_have_no_gradient_and_keep_their_strides():
+    one, other = identity(randn(4, 4)), torch.nn.Parameter(identity(randn(4, 4, seed=1)))
+    one.data = other
+    assert not one._hp_data.requires_grad
+    one.data = randn(4, 4).t()
+    assert one.stride() == one._hp_data.stride() == (1, 4)
+    assert not one.is_contiguous()
+    with pytest.raises(ValueError, match="expected strides"):
+        replace_raw_data(one, torch.empty(4, 4))
+
+
+def test_an_emptied_tensor_has_copies():
+    tensor = identity(randn(4, 8))
+    saved, rest = tensor.prepare_for_saving()
+    whole = rest.detach()
+    assert (whole.shape, whole._hp_data) == (tensor.shape, None)
+    whole.restore_from_saved(saved)
+    assert torch.equal(whole.dequantize(), tensor.dequantize())
+    clear_columnwise_cache(tensor)
+    assert torch.equal(whole.dequantize(), tensor.dequantize())
+
+
+@needs_compile
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_compiled_functions_take_it():
+    compiled = torch.compile(lambda t, w: (t * w).sum(), backend="aot_eager", fullgraph=True)
+    weight = randn(4, 8, seed=1)
+    for seed in range(2):
+        x = randn(4, 8, seed=seed)
+        assert torch.equal(compiled(identity(x), weight), (x * weight).sum())
 
 
 def test_subclasses_stay():

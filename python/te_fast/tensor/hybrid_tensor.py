@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from te_fast.errors import ArgumentError, DtypeError, QuantizedTensorError, UnsupportedError
 from te_fast.recipe import CustomRecipe, Recipe
 from te_fast.recipe.roles import QuantizerRequest
-from te_fast.tensor.operations import in_high_precision
+from te_fast.tensor.operations import check_whole, in_high_precision, moved
 from te_fast.tensor.quantizer import Quantizer, device_of
 from te_fast.tensor.storage import QuantizedTensorStorage, Tensors
 from te_fast.tensor.tensor import QuantizedTensor, TensorOverStorage
@@ -136,6 +137,10 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         if columnwise_usage is False:
             self._columnwise_storage = None
 
+    def _drop_columnwise(self) -> None:
+        """Drop the value that backward reads."""
+        self._columnwise_storage = None
+
     def get_data_tensors(self, rowwise_data: bool = True, columnwise_data: bool = True) -> Any:
         """Return the data tensors of both values, or of one of them."""
         asked = zip((rowwise_data, columnwise_data), self._both(), strict=True)
@@ -199,7 +204,7 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
                 own.copy_from_storage(other)
 
     def clear(self) -> None:
-        """Free both values, of this tensor and of all that share them."""
+        """Free both values."""
         for one in self._held():
             one.clear()
 
@@ -240,8 +245,9 @@ class HybridQuantizedTensor(TensorOverStorage, HybridQuantizedTensorStorage):
     """A tensor of two quantised values, which forward and backward read.
 
     To torch it is of its nominal type. Copies, moves between devices, and views that both values can have keep the
-    class. Operations in place dequantise, run, and quantise again. All other operations dequantise, and their results
-    are plain.
+    class. Operations in place dequantise the rows' value, run, and quantise both values again. All other operations
+    dequantise, and their results are plain. A value of an :class:`IdentityQuantizer` has the memory of the tensor that
+    was quantised.
 
     Parameters
     ----------
@@ -347,6 +353,22 @@ class HybridQuantizedTensor(TensorOverStorage, HybridQuantizedTensorStorage):
                 raise QuantizedTensorError(message)
         fresh: Any = tensor.detach()
         self._rowwise_storage, self._columnwise_storage = fresh._both()
+        _note_write(self)
+
+    def to_dtype(self, dtype: torch.dtype) -> Any:
+        """Return a tensor of another nominal type over the same values."""
+        both: list[Any] = [
+            one.detach() if isinstance(one, torch.Tensor) else one for one in self._both()
+        ]
+        return type(self)(
+            self.shape,
+            dtype,
+            rowwise_storage=both[0],
+            columnwise_storage=both[1],
+            quantizer=self._quantizer,
+            stride=self.stride(),
+            storage_offset=self.storage_offset(),
+        )
 
     # torch's operations --------------------------------------------------------------------------
 
@@ -356,14 +378,23 @@ class HybridQuantizedTensor(TensorOverStorage, HybridQuantizedTensorStorage):
     ) -> Any:
         """Run an operation on both values where both can have its result, else on dequantised values."""
         kwargs = kwargs or {}
-        given = args[0] if args else None
+        given: Any = args[0] if args else None
+        is_shared = (
+            func.is_view and torch.is_inference_mode_enabled() and not args[0].is_inference()
+        )
         if isinstance(given, HybridQuantizedTensor):
-            result = given._run(func, args[1:], kwargs)
+            # A tensor and its views count versions together. Tensors that are made in inference mode count none.
+            with torch.inference_mode(mode=False) if is_shared else nullcontext():
+                result = given._run(func, args[1:], kwargs)
             if result is not NotImplemented:
                 return result
         elif func == aten.copy_.default and type(given) is torch.Tensor:
             return given.copy_(args[1]._plain_values(given.dtype), *args[2:])
-        return in_high_precision(func, types, args, kwargs, is_native=False)
+        elif func == aten._foreach_copy_.default:
+            for target, source in zip(given, args[1], strict=True):
+                target.copy_(source)
+            return None
+        return in_high_precision(func, types, args, kwargs, is_shared=is_shared, is_native=False)
 
     def _run(self, func: Any, others: Any, kwargs: dict[str, Any]) -> Any:
         """Return a result of this class, or NotImplemented."""
@@ -380,7 +411,20 @@ class HybridQuantizedTensor(TensorOverStorage, HybridQuantizedTensorStorage):
             if kwargs.get("dtype") not in (None, self.dtype):
                 return NotImplemented
             options = {name: value for name, value in kwargs.items() if name != "dtype"}
-            return self._with(lambda one: func(one, *others, **options), "a move")
+            made = self._with(lambda one: func(one, *others, **options), "a move")
+            made._quantizer._move(made.device)
+            return made
+        if func == aten._pin_memory.default:
+            return self._with(lambda one: one.pin_memory(), "pinning")
+        if func == aten.is_pinned.default:
+            return self._first().is_pinned()
+        if func == aten.record_stream.default:
+            for one in self._held():
+                one.record_stream(*others)
+            return None
+        if func._schema.is_mutable:
+            for one in self._held():
+                check_whole(one)
         if func == aten.copy_.default:
             return self._copied_from(others[0])
         if func in (aten.new_zeros.default, aten.new_empty.default, aten.empty_like.default):
@@ -390,12 +434,18 @@ class HybridQuantizedTensor(TensorOverStorage, HybridQuantizedTensorStorage):
         return NotImplemented
 
     def _copied_from(self, source: Any) -> Any:
-        alike = isinstance(source, HybridQuantizedTensor) and source.shape == self.shape
-        if alike and [type(one) for one in source._both()] == [type(one) for one in self._both()]:
-            self.copy_from_storage(source)
-            return self
+        if isinstance(source, HybridQuantizedTensor) and source.shape == self.shape:
+            pairs = [
+                pair
+                for pair in zip(self._both(), source._both(), strict=True)
+                if pair[0] is not None
+            ]
+            if all(isinstance(one, torch.Tensor) for pair in pairs for one in pair):
+                for own, other in pairs:
+                    own.copy_(other)
+                return self
         values = source.dequantize() if isinstance(source, QuantizedTensorStorage) else source
-        return self.quantize_(values.expand(self.shape))
+        return self.quantize_(values.to(self.dtype).expand(self.shape))
 
     def _new(self, func: Any, others: Any, kwargs: dict[str, Any]) -> Any:
         if kwargs.get("dtype") not in (None, self.dtype):
@@ -413,7 +463,12 @@ class HybridQuantizedTensor(TensorOverStorage, HybridQuantizedTensorStorage):
 
     def _viewed_by(self, func: Any, others: Any, kwargs: dict[str, Any]) -> Any:
         """Return views of both values, if their classes have such views."""
-        seen = [None if one is None else func(one, *others, **kwargs) for one in self._both()]
+        if not all(isinstance(one, torch.Tensor) for one in self._held()):
+            return NotImplemented
+        try:
+            seen = [None if one is None else func(one, *others, **kwargs) for one in self._both()]
+        except UnsupportedError:  # a column layout alone has no other shape
+            return NotImplemented
         is_list = any(isinstance(one, list | tuple) for one in seen)
         there = [one for one in seen if one is not None]
         parts = list(zip(*there, strict=True)) if is_list else [tuple(there)]
@@ -449,6 +504,16 @@ class HybridQuantizedTensor(TensorOverStorage, HybridQuantizedTensorStorage):
         message = f"{type(self).__name__}: FSDP2 gathers no tensors of two values; keep the parameter in high precision"
         raise UnsupportedError(message)
 
+    def fsdp_post_all_gather(self, *_: Any, **__: Any) -> Any:
+        """Raise, as :meth:`fsdp_pre_all_gather` does; FSDP2 asks for both methods.
+
+        Raises
+        ------
+        UnsupportedError
+            Always.
+        """
+        return self.fsdp_pre_all_gather(None, None, None, None, None)
+
     # Copies --------------------------------------------------------------------------------------
 
     _HELD = ("_rowwise_storage", "_columnwise_storage")
@@ -456,6 +521,12 @@ class HybridQuantizedTensor(TensorOverStorage, HybridQuantizedTensorStorage):
     def _reduced(self) -> Any:
         fields = (*self._both(), self._quantizer, self.dtype, self.shape)
         return _make_hybrid_quantized_tensor_in_reduce_ex, fields
+
+
+def _note_write(tensor: Any) -> None:
+    """Increase the version of a written tensor; those of its values were increased with the writes."""
+    if isinstance(tensor, torch.Tensor) and not tensor.is_inference():
+        torch.autograd.graph.increment_version(tensor)
 
 
 def _make_hybrid_quantized_tensor_in_reduce_ex(
@@ -497,7 +568,7 @@ class HybridQuantizer(Quantizer):
     Raises
     ------
     ArgumentError
-        If a quantizer is none, or both are one object, or the source is unknown.
+        If a quantizer is not a Quantizer, or both are one object, or the source is unknown.
 
     See Also
     --------
@@ -554,6 +625,37 @@ class HybridQuantizer(Quantizer):
         made.columnwise_quantizer = self.columnwise_quantizer.copy()
         return made
 
+    def _move(self, device: torch.device) -> None:
+        """Let delayed scaling's scales be on a device."""
+        self.rowwise_quantizer = moved(self.rowwise_quantizer, device)
+        self.columnwise_quantizer = moved(self.columnwise_quantizer, device)
+
+    @property
+    def with_amax_reduction(self) -> bool:
+        """Whether either quantizer takes the maximum of several ranks; set for both that can."""
+        both = (self.rowwise_quantizer, self.columnwise_quantizer)
+        return any(getattr(quantizer, "with_amax_reduction", False) for quantizer in both)
+
+    @with_amax_reduction.setter
+    def with_amax_reduction(self, reduces: bool) -> None:
+        self._set_in_both("with_amax_reduction", reduces)
+
+    @property
+    def amax_reduction_group(self) -> Any:
+        """The ranks; set for both quantizers that can."""
+        both = (self.rowwise_quantizer, self.columnwise_quantizer)
+        groups = (getattr(quantizer, "amax_reduction_group", None) for quantizer in both)
+        return next((group for group in groups if group is not None), None)
+
+    @amax_reduction_group.setter
+    def amax_reduction_group(self, group: Any) -> None:
+        self._set_in_both("amax_reduction_group", group)
+
+    def _set_in_both(self, name: str, value: Any) -> None:
+        for quantizer in (self.rowwise_quantizer, self.columnwise_quantizer):
+            if hasattr(quantizer, name):
+                setattr(quantizer, name, value)
+
     def _columns_of(self, tensor: torch.Tensor, rowwise: Any) -> torch.Tensor:
         """Return the values that the columns' quantizer reads; `rowwise` is the rows' value if it was made."""
         if self.columnwise_source == "original":
@@ -583,7 +685,7 @@ class HybridQuantizer(Quantizer):
         if not isinstance(tensor, torch.Tensor):
             message = f"quantize: expected a torch.Tensor, got {type(tensor).__name__}"
             raise DtypeError(message)
-        tensor = tensor.detach()
+        tensor = tensor.detach().contiguous()
         rowwise = columnwise = None
         if self.rowwise_usage:
             rowwise = self.rowwise_quantizer.quantize_impl(tensor)
@@ -608,7 +710,7 @@ class HybridQuantizer(Quantizer):
         Raises
         ------
         ArgumentError
-            If `dst` is no tensor of two values.
+            If `dst` is not a tensor of two values.
         """
         if not isinstance(dst, HybridQuantizedTensorStorage):
             message = f"HybridQuantizer can only update a HybridQuantizedTensorStorage, got {type(dst).__name__}"
@@ -620,6 +722,7 @@ class HybridQuantizer(Quantizer):
         if self.columnwise_usage and columnwise is not None:
             source = self._columns_of(src, rowwise if self.rowwise_usage else None)
             self.columnwise_quantizer.update_quantized(source, columnwise, noop_flag=noop_flag)
+        _note_write(dst)
         return dst
 
     def make_empty(

@@ -11,7 +11,8 @@ from torch.utils._pytree import tree_map_only
 
 from te_fast.errors import ArgumentError, DtypeError, QuantizedTensorError, UnsupportedError
 from te_fast.recipe import CustomRecipe, Recipe
-from te_fast.tensor.quantizer import Quantizer, device_of
+from te_fast.tensor.operations import writes_of
+from te_fast.tensor.quantizer import ComparedBySettings, Quantizer, device_of
 from te_fast.tensor.storage import QuantizedTensorStorage, Tensors
 from te_fast.tensor.tensor import QuantizedTensor, TensorOverStorage
 
@@ -85,6 +86,9 @@ class IdentityTensorStorage(QuantizedTensorStorage):
     ) -> None:
         """Do nothing: both layouts are the values themselves."""
 
+    def _drop_columnwise(self) -> None:
+        """Do nothing."""
+
     def get_data_tensors(self, rowwise_data: bool = True, columnwise_data: bool = True) -> Any:
         """Return the values, for both layouts together with None.
 
@@ -150,7 +154,7 @@ class IdentityTensorStorage(QuantizedTensorStorage):
             self._hp_data.copy_(src._hp_data)
 
     def clear(self) -> None:
-        """Free the values, of this tensor and of all that share them."""
+        """Drop the values; tensors that share the memory keep it."""
         if self._hp_data is not None:
             self._hp_data.data = torch.empty(
                 0, dtype=self._hp_data.dtype, device=self._hp_data.device
@@ -175,8 +179,8 @@ class IdentityTensorStorage(QuantizedTensorStorage):
 class IdentityTensor(TensorOverStorage, IdentityTensorStorage):
     """A tensor of an :class:`IdentityQuantizer`: values in high precision.
 
-    Operations run on the values. Views, copies and moves between devices keep the class, writes in place keep the
-    tensor, and all other results are plain.
+    Operations run on the values. Views, copies of the same type and moves between devices keep the class, writes in
+    place keep the tensor, and all other results are plain.
 
     Parameters
     ----------
@@ -248,19 +252,20 @@ class IdentityTensor(TensorOverStorage, IdentityTensorStorage):
 
     def to_dtype(self, dtype: torch.dtype) -> Any:
         """Return the values in another type, as a tensor of this class."""
-        return self._over(self._values().to(dtype))
+        return self._over(self._values().detach().to(dtype))
 
     def _take_over(self, tensor: torch.Tensor) -> None:
         """Take over the values of another tensor, of any shape and type."""
         is_quantized = isinstance(tensor, QuantizedTensorStorage)
-        self._take(tensor.dequantize() if is_quantized else tensor.detach())
+        self._take((tensor.dequantize() if is_quantized else tensor).detach())
 
     def _take(self, values: torch.Tensor) -> None:
         """Hold other values; the tensor that torch sees follows their shape, type and device."""
         fresh = self._over(values)
-        outside = ("shape", "dtype", "device")
-        if all(getattr(fresh, name) == getattr(self, name) for name in outside):
+        outside = [(one.shape, one.dtype, one.device, one.stride()) for one in (fresh, self)]
+        if outside[0] == outside[1]:
             self._hp_data = values
+            _note_write(self)
             return
         attributes, requires_grad = dict(self.__dict__), self.requires_grad
         fresh.requires_grad_(requires_grad)
@@ -286,6 +291,9 @@ class IdentityTensor(TensorOverStorage, IdentityTensorStorage):
         if torch.Tag.inplace_view in func.tags:
             message = f"{func}: the shape of an IdentityTensor is not changed in place; use the function without _"
             raise UnsupportedError(message)
+        given: Any = args[0] if args else None
+        if func in (aten.detach.default, aten.alias.default) and given._hp_data is None:
+            return given._emptied()
         met: list[Any] = []
 
         def inner(tensor: Any) -> torch.Tensor:
@@ -294,7 +302,6 @@ class IdentityTensor(TensorOverStorage, IdentityTensorStorage):
             return values
 
         # A tensor and its views count versions together. Tensors that are made in inference mode count none.
-        given = args[0] if args else None
         is_shared = (
             func.is_view
             and torch.is_inference_mode_enabled()
@@ -307,11 +314,24 @@ class IdentityTensor(TensorOverStorage, IdentityTensorStorage):
                 **tree_map_only(IdentityTensor, inner, kwargs),
             )
             if func._schema.is_mutable:
+                _check_written(func, args, kwargs)
                 written = {id(tensor._hp_data): tensor for tensor in met}
                 return tree_map_only(torch.Tensor, lambda one: written.get(id(one), one), result)
             if isinstance(given, IdentityTensor) and (func.is_view or func in _KEEPS_KIND):
                 return tree_map_only(torch.Tensor, given._wrapped, result)
         return result
+
+    def _emptied(self) -> Any:
+        """Return another tensor whose values were taken for saving."""
+        return type(self)(
+            self.shape,
+            self.dtype,
+            hp_data=None,
+            quantizer=self._quantizer,
+            device=self.device,
+            stride=self.stride(),
+            storage_offset=self.storage_offset(),
+        )
 
     def _wrapped(self, values: torch.Tensor) -> torch.Tensor:
         """Return a result as a tensor of this kind, if it has this one's type."""
@@ -322,8 +342,12 @@ class IdentityTensor(TensorOverStorage, IdentityTensorStorage):
     def fsdp_pre_all_gather(
         self, mesh: Any, orig_size: Any, contiguous_orig_stride: Any, module: Any, mp_policy: Any
     ) -> Any:
-        """Return the values, which FSDP2 gathers."""
-        return (self._values(),), (self._quantizer,)
+        """Return the values, which FSDP2 gathers, in the type of its policy unless the quantizer has one."""
+        values = self._values()
+        dtype = getattr(mp_policy, "param_dtype", None)
+        if dtype is not None and getattr(self._quantizer, "dtype", None) is None:
+            values = values.to(dtype)
+        return (values,), (self._quantizer,)
 
     def fsdp_post_all_gather(
         self,
@@ -338,7 +362,7 @@ class IdentityTensor(TensorOverStorage, IdentityTensorStorage):
         Raises
         ------
         QuantizedTensorError
-            If the gathered values are not of the quantizer's type, or of the parameter's without such.
+            If the gathered values are not of the quantizer's type, or, if it has none, of the parameter's.
         """
         (values,), (quantizer,) = all_gather_outputs, metadata
         expected = getattr(quantizer, "dtype", None) or param_dtype
@@ -380,22 +404,41 @@ class IdentityTensor(TensorOverStorage, IdentityTensorStorage):
         return _make_identity_tensor_in_reduce_ex, fields
 
 
+def _note_write(tensor: Any) -> None:
+    """Increase the versions of a written tensor and of its values, which graphs may have saved."""
+    written = [one for one in (tensor, tensor._hp_data) if isinstance(one, torch.Tensor)]
+    torch.autograd.graph.increment_version([one for one in written if not one.is_inference()])
+
+
+def _check_written(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """Note that an operator has written its arguments: torch counts no versions of the values, and none in lists."""
+    for index, name in writes_of(func).arguments:
+        given = args[index] if index < len(args) else kwargs.get(name)
+        for one in given if isinstance(given, list | tuple) else (given,):
+            if not isinstance(one, IdentityTensor):
+                continue
+            values = one._values()
+            if values.shape != one.shape:
+                shapes = list(values.shape), list(one.shape)
+                message = f"{func}: the result has shape {shapes[0]}, and out= is an IdentityTensor of {shapes[1]}"
+                raise QuantizedTensorError(message)
+            _note_write(one)
+
+
 def _make_identity_tensor_in_reduce_ex(
-    hp_data: torch.Tensor, quantizer: Any, dtype: torch.dtype, shape: Sequence[int]
+    hp_data: torch.Tensor | None, quantizer: Any, dtype: torch.dtype, shape: Sequence[int]
 ) -> IdentityTensor:
     """Make a tensor from the data of a pickle."""
+    outside: dict[str, Any] = {}
+    if hp_data is not None:
+        outside = {"stride": hp_data.stride(), "storage_offset": hp_data.storage_offset()}
     made: IdentityTensor = IdentityTensor(
-        shape,
-        dtype,
-        hp_data=hp_data,
-        quantizer=quantizer,
-        stride=hp_data.stride(),
-        storage_offset=hp_data.storage_offset(),
+        shape, dtype, hp_data=hp_data, quantizer=quantizer, **outside
     )
     return made
 
 
-class IdentityQuantizer(Quantizer):
+class IdentityQuantizer(ComparedBySettings, Quantizer):
     """Keep values in high precision.
 
     Under a :class:`CustomRecipe`, whose factory returns such quantizers, layers and operations compute with the plain
@@ -425,6 +468,8 @@ class IdentityQuantizer(Quantizer):
     >>> torch.equal(y, layer(x))
     True
     """
+
+    _SETTINGS = ()
 
     def __init__(
         self,
@@ -471,7 +516,9 @@ class IdentityQuantizer(Quantizer):
         Raises
         ------
         ArgumentError
-            If `dst` is no identity tensor.
+            If `dst` is not an identity tensor.
+        DtypeError
+            If `src` is not a tensor.
         """
         if not isinstance(dst, IdentityTensorStorage):
             message = f"IdentityQuantizer can only update an IdentityTensorStorage, got {type(dst).__name__}"

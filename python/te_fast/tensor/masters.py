@@ -35,7 +35,8 @@ def replace_raw_data(tensor: Any, new_raw_data: torch.Tensor) -> None:
     tensor : Float8Tensor, Float8BlockwiseQTensor or IdentityTensor
         A quantised tensor with a row layout, or one that holds values.
     new_raw_data : torch.Tensor
-        uint8 of the same shape. The bytes are copied into it, and it is the row layout from now on.
+        uint8 of the same shape, or of the values' type. The data is copied into it, and it is the row layout from now
+        on.
 
     Raises
     ------
@@ -60,8 +61,14 @@ def replace_raw_data(tensor: Any, new_raw_data: torch.Tensor) -> None:
     (tensor(1.), True)
     """
     if isinstance(tensor, IdentityTensorStorage):
-        _move(tensor._values(), new_raw_data)
-        tensor._hp_data = new_raw_data
+        former = tensor._values()
+        if new_raw_data.stride() != former.stride():
+            message = (
+                f"replace_raw_data: expected strides {former.stride()}, got {new_raw_data.stride()}"
+            )
+            raise ShapeError(message)
+        _move(former, new_raw_data)
+        tensor._hp_data = new_raw_data.detach() if new_raw_data.requires_grad else new_raw_data
         return
     if not isinstance(tensor, Float8TensorBase):
         message = f"replace_raw_data: expected a quantised tensor, got {type(tensor).__name__}"
@@ -113,8 +120,9 @@ class _Part:
         if self.values is not None and self.raw is not None:
             with torch.no_grad():
                 self.raw.copy_(self.values.view(torch.uint8))
-            if isinstance(self.weight, torch.Tensor):
-                torch.autograd.graph.increment_version(self.weight)
+            for one in (self.weight, self.weight._hp_data):
+                if isinstance(one, torch.Tensor):
+                    torch.autograd.graph.increment_version(one)
 
     @property
     def is_whole(self) -> bool:
@@ -425,6 +433,9 @@ def _part(weight: Any, master: Any, start: int | None, shard: torch.Tensor | Non
     raw = shard
     if raw is None:
         data = weight._values() if is_plain else weight._value.row
+        if not data.is_contiguous():
+            message = f"quantize_master_weights: expected a contiguous weight, got strides {data.stride()}"
+            raise ShapeError(message)
         raw = data.view(-1)[begin : begin + values.numel()]
     raw = raw.view(-1).view(torch.uint8)
     if raw.numel() != values.numel() * (values.element_size() if is_plain else 1):

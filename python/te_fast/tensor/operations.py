@@ -128,7 +128,8 @@ class _Writes(NamedTuple):
 
 
 @functools.cache
-def _writes(func: Any) -> _Writes:
+def writes_of(func: Any) -> _Writes:
+    """Return which arguments an operator writes."""
     schema = func._schema
     written = tuple(
         (index, argument.name)
@@ -146,7 +147,7 @@ def _writes(func: Any) -> _Writes:
 
 def _write_in_place(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Dequantise, run, and quantise again the tensors that were written."""
-    writes = _writes(func)
+    writes = writes_of(func)
     taken = native.plain_arguments(args, kwargs, writes.places)
     if taken is None:
         return _write_in_place_generally(func, args, kwargs)
@@ -165,7 +166,7 @@ def _write_in_place_generally(func: Any, args: Any, kwargs: dict[str, Any]) -> A
     plain_args = [_plain(arg) for arg in args]
     plain_kwargs = {key: _plain(arg) for key, arg in kwargs.items()}
     result = func(*plain_args, **plain_kwargs)
-    writes = _writes(func)
+    writes = writes_of(func)
     first: Any = None
     values: list[tuple[Any, torch.Tensor]] = []
     for number, (index, name) in enumerate(writes.arguments):
@@ -189,12 +190,18 @@ def _to_quantize(given: Any, plain: Any) -> Iterator[tuple[Any, torch.Tensor]]:
         for one, values in zip(given, plain, strict=True):
             yield from _to_quantize(one, values)
     elif isinstance(given, QuantizedTensorStorage):
-        _check_whole(given)
+        check_whole(given)
         yield given, plain
 
 
-def _check_whole(tensor: Any) -> None:
-    """Refuse new scales for a part of a tensor, since the other parts share its scale."""
+def check_whole(tensor: Any) -> None:
+    """Refuse new scales for a part of a tensor, since the other parts share its scale.
+
+    Raises
+    ------
+    QuantizedTensorError
+        If `tensor` is a part.
+    """
     if tensor.__dict__.get("_is_part", False):
         message = (
             f"{type(tensor).__name__}: a part of a tensor cannot be written, since all of it has one scale; write the "
@@ -213,7 +220,7 @@ def _handles(*operators: Any) -> Callable[[Handler], Handler]:
 
 
 def _is_quantized(tensor: Any) -> bool:
-    """Tell whether a tensor has bytes and scales of its own."""
+    """Tell whether a tensor has a native value."""
     return isinstance(tensor, QuantizedTensorStorage) and "_value" in tensor.__dict__
 
 
@@ -458,13 +465,13 @@ def _copy(target: Any, source: Any, non_blocking: bool = False) -> Any:
         return target.copy_(source._plain_values(dtype or torch.float32), non_blocking)
     if _takes_bytes(target, source):
         if not _takes_scale(target, source):
-            _check_whole(target)
+            check_whole(target)
         copy_values(target._value, source._value)
         target._remake_columnwise()
         note_write(target)
         return target
     values = _plain(source)
-    _check_whole(target)
+    check_whole(target)
     if values.shape != target.shape:
         values = values.expand(target.shape)
     target.quantize_(values)
@@ -487,7 +494,7 @@ def _copy_each(targets: Sequence[Any], sources: Sequence[Any], non_blocking: boo
             is_float = source.dtype in _FLOATS
             together.append((target, source if is_float else source.to(target.dtype)))
     for target, _ in together:
-        _check_whole(target)
+        check_whole(target)
     if plain:
         aten._foreach_copy_.default(*map(list, zip(*plain, strict=True)), non_blocking)
     for target, source in others:

@@ -432,8 +432,14 @@ def update_many(tensors: Sequence[Any], sources: Sequence[torch.Tensor]) -> None
     sources : sequence of torch.Tensor
         As many tensors of the same shapes.
     """
-    pairs = zip(tensors, sources, strict=True)
-    requantize(tensors, [_source_for(source, tensor) for tensor, source in pairs])
+    native_ones = []
+    for tensor, source in zip(tensors, sources, strict=True):
+        if hasattr(tensor, "_value"):
+            native_ones.append((tensor, _source_for(source, tensor)))
+        else:
+            tensor.quantize_(source)
+    if native_ones:
+        requantize(*map(list, zip(*native_ones, strict=True)))
 
 
 def requantize(tensors: Sequence[Any], sources: Sequence[torch.Tensor]) -> None:

@@ -198,7 +198,8 @@ class TensorOverStorage(QuantizedTensorStorage, QuantizedTensor):
         Returns
         -------
         torch.Tensor
-            Those of the bytes are ``float(byte) * scale_inv``, rounded once. The gradient is that of this tensor.
+            Of FP8 bytes ``float(byte) * scale_inv``, rounded once; an :class:`IdentityTensor` gives its own memory. The
+            gradient is that of this tensor.
         """
         dtype = self.dtype if dtype is None else dtype
         if torch.is_grad_enabled() and self.requires_grad:
