@@ -107,6 +107,8 @@ def test_updates_write_the_directions_that_are_used(pair):
     quantizer.set_usage(columnwise=True)
     assert tensor.quantize_(y) is tensor
     same(tensor, values(pair[0], y), values(pair[1], y))
+    with pytest.raises(TypeError, match="expected a torch.Tensor"):
+        quantizer.update_quantized([1.0], tensor)
     with pytest.raises(ValueError, match="can only update a HybridQuantizedTensorStorage"):
         quantizer.update_quantized(y, torch.empty(32, 64))
 

@@ -86,7 +86,7 @@ def test_a_cast_has_memory_of_its_own():
         lambda x: torch.split(x, 4)[1],
         lambda x: torch.split(x, [1, 5])[1],
         lambda x: x.detach(),
-        lambda x: x.alias() if hasattr(x, "alias") else aten.alias(x),
+        lambda x: aten.alias(x),
     ],
 )
 @pytest.mark.parametrize("inference", [False, True])
@@ -109,7 +109,6 @@ def test_copies_have_their_own_memory():
         assert made.stride() == made._hp_data.stride()
         made.zero_()
     assert x.abs().sum() > 0
-    assert identity(x).contiguous() is not None
     assert identity(x.t()).contiguous().is_contiguous()
     moved = identity(x).to("cpu", copy=True)
     assert type(moved) is te.IdentityTensor
@@ -219,7 +218,7 @@ def test_storages():
     assert type(storage) is IdentityTensorStorage
     assert storage.size() == x.shape
     assert storage.view(8, 4).size() == (8, 4)
-    assert storage.dequantize() is x or storage.dequantize().data_ptr() == x.data_ptr()
+    assert storage.dequantize().data_ptr() == x.data_ptr()
     assert (
         IdentityTensorStorage(hp_data=x, fake_dtype=torch.bfloat16).dequantize().dtype
         == torch.bfloat16

@@ -11,8 +11,8 @@ import torch
 from te_fast.errors import ArgumentError, DtypeError, QuantizedTensorError, UnsupportedError
 from te_fast.recipe import CustomRecipe, Recipe
 from te_fast.recipe.roles import QuantizerRequest
-from te_fast.tensor.operations import check_whole, in_high_precision, moved
-from te_fast.tensor.quantizer import Quantizer, device_of
+from te_fast.tensor.operations import check_whole, in_high_precision, moved, shares_versions
+from te_fast.tensor.quantizer import Quantizer, count_write, device_of, plain_values
 from te_fast.tensor.storage import QuantizedTensorStorage, Tensors
 from te_fast.tensor.tensor import QuantizedTensor, TensorOverStorage
 
@@ -353,7 +353,7 @@ class HybridQuantizedTensor(TensorOverStorage, HybridQuantizedTensorStorage):
                 raise QuantizedTensorError(message)
         fresh: Any = tensor.detach()
         self._rowwise_storage, self._columnwise_storage = fresh._both()
-        _note_write(self)
+        count_write(self)
 
     def to_dtype(self, dtype: torch.dtype) -> Any:
         """Return a tensor of another nominal type over the same values."""
@@ -379,11 +379,8 @@ class HybridQuantizedTensor(TensorOverStorage, HybridQuantizedTensorStorage):
         """Run an operation on both values where both can have its result, else on dequantised values."""
         kwargs = kwargs or {}
         given: Any = args[0] if args else None
-        is_shared = (
-            func.is_view and torch.is_inference_mode_enabled() and not args[0].is_inference()
-        )
+        is_shared = shares_versions(func, args)
         if isinstance(given, HybridQuantizedTensor):
-            # A tensor and its views count versions together. Tensors that are made in inference mode count none.
             with torch.inference_mode(mode=False) if is_shared else nullcontext():
                 result = given._run(func, args[1:], kwargs)
             if result is not NotImplemented:
@@ -521,12 +518,6 @@ class HybridQuantizedTensor(TensorOverStorage, HybridQuantizedTensorStorage):
     def _reduced(self) -> Any:
         fields = (*self._both(), self._quantizer, self.dtype, self.shape)
         return _make_hybrid_quantized_tensor_in_reduce_ex, fields
-
-
-def _note_write(tensor: Any) -> None:
-    """Increase the version of a written tensor; those of its values were increased with the writes."""
-    if isinstance(tensor, torch.Tensor) and not tensor.is_inference():
-        torch.autograd.graph.increment_version(tensor)
 
 
 def _make_hybrid_quantized_tensor_in_reduce_ex(
@@ -680,12 +671,7 @@ class HybridQuantizer(Quantizer):
 
     def quantize_impl(self, tensor: torch.Tensor) -> Any:
         """Quantise a tensor for the directions that are used, without autograd."""
-        if isinstance(tensor, QuantizedTensorStorage):
-            tensor = tensor.dequantize()
-        if not isinstance(tensor, torch.Tensor):
-            message = f"quantize: expected a torch.Tensor, got {type(tensor).__name__}"
-            raise DtypeError(message)
-        tensor = tensor.detach().contiguous()
+        tensor = plain_values(tensor).contiguous()
         rowwise = columnwise = None
         if self.rowwise_usage:
             rowwise = self.rowwise_quantizer.quantize_impl(tensor)
@@ -711,18 +697,20 @@ class HybridQuantizer(Quantizer):
         ------
         ArgumentError
             If `dst` is not a tensor of two values.
+        DtypeError
+            If `src` is not a tensor.
         """
         if not isinstance(dst, HybridQuantizedTensorStorage):
             message = f"HybridQuantizer can only update a HybridQuantizedTensorStorage, got {type(dst).__name__}"
             raise ArgumentError(message)
-        src = src.dequantize() if isinstance(src, QuantizedTensorStorage) else src.detach()
+        src = plain_values(src)
         rowwise, columnwise = dst._both()
         if self.rowwise_usage and rowwise is not None:
             self.rowwise_quantizer.update_quantized(src, rowwise, noop_flag=noop_flag)
         if self.columnwise_usage and columnwise is not None:
             source = self._columns_of(src, rowwise if self.rowwise_usage else None)
             self.columnwise_quantizer.update_quantized(source, columnwise, noop_flag=noop_flag)
-        _note_write(dst)
+        count_write(dst)
         return dst
 
     def make_empty(

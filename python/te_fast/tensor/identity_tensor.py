@@ -11,10 +11,16 @@ from torch.utils._pytree import tree_map_only
 
 from te_fast.errors import ArgumentError, DtypeError, QuantizedTensorError, UnsupportedError
 from te_fast.recipe import CustomRecipe, Recipe
-from te_fast.tensor.operations import writes_of
-from te_fast.tensor.quantizer import ComparedBySettings, Quantizer, device_of
+from te_fast.tensor.operations import shares_versions, writes_of
+from te_fast.tensor.quantizer import (
+    ComparedBySettings,
+    Quantizer,
+    count_write,
+    device_of,
+    plain_values,
+)
 from te_fast.tensor.storage import QuantizedTensorStorage, Tensors
-from te_fast.tensor.tensor import QuantizedTensor, TensorOverStorage
+from te_fast.tensor.tensor import QuantizedTensor, TensorOverStorage, exchange_outside
 
 aten = torch.ops.aten
 
@@ -265,19 +271,9 @@ class IdentityTensor(TensorOverStorage, IdentityTensorStorage):
         outside = [(one.shape, one.dtype, one.device, one.stride()) for one in (fresh, self)]
         if outside[0] == outside[1]:
             self._hp_data = values
-            _note_write(self)
+            count_write(self, values)
             return
-        attributes, requires_grad = dict(self.__dict__), self.requires_grad
-        fresh.requires_grad_(requires_grad)
-        try:
-            torch.utils.swap_tensors(self, fresh)
-        except RuntimeError as error:
-            message = (
-                f"{type(self).__name__}: autograd or another object holds the tensor, so that its type, shape or "
-                f"device cannot change ({error}); make a new tensor"
-            )
-            raise QuantizedTensorError(message) from error
-        self.__dict__.update(attributes)
+        exchange_outside(self, fresh)
         self._hp_data = values
 
     # torch's operations --------------------------------------------------------------------------
@@ -301,20 +297,13 @@ class IdentityTensor(TensorOverStorage, IdentityTensorStorage):
             values: torch.Tensor = tensor._values()
             return values
 
-        # A tensor and its views count versions together. Tensors that are made in inference mode count none.
-        is_shared = (
-            func.is_view
-            and torch.is_inference_mode_enabled()
-            and isinstance(given, IdentityTensor)
-            and not given.is_inference()
-        )
-        with torch.inference_mode(mode=False) if is_shared else nullcontext():
+        with torch.inference_mode(mode=False) if shares_versions(func, args) else nullcontext():
             result = func(
                 *tree_map_only(IdentityTensor, inner, args),
                 **tree_map_only(IdentityTensor, inner, kwargs),
             )
             if func._schema.is_mutable:
-                _check_written(func, args, kwargs)
+                _note_writes(func, args, kwargs)
                 written = {id(tensor._hp_data): tensor for tensor in met}
                 return tree_map_only(torch.Tensor, lambda one: written.get(id(one), one), result)
             if isinstance(given, IdentityTensor) and (func.is_view or func in _KEEPS_KIND):
@@ -404,13 +393,7 @@ class IdentityTensor(TensorOverStorage, IdentityTensorStorage):
         return _make_identity_tensor_in_reduce_ex, fields
 
 
-def _note_write(tensor: Any) -> None:
-    """Increase the versions of a written tensor and of its values, which graphs may have saved."""
-    written = [one for one in (tensor, tensor._hp_data) if isinstance(one, torch.Tensor)]
-    torch.autograd.graph.increment_version([one for one in written if not one.is_inference()])
-
-
-def _check_written(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+def _note_writes(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
     """Note that an operator has written its arguments: torch counts no versions of the values, and none in lists."""
     for index, name in writes_of(func).arguments:
         given = args[index] if index < len(args) else kwargs.get(name)
@@ -422,7 +405,7 @@ def _check_written(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
                 shapes = list(values.shape), list(one.shape)
                 message = f"{func}: the result has shape {shapes[0]}, and out= is an IdentityTensor of {shapes[1]}"
                 raise QuantizedTensorError(message)
-            _note_write(one)
+            count_write(one, values)
 
 
 def _make_identity_tensor_in_reduce_ex(
@@ -482,12 +465,7 @@ class IdentityQuantizer(ComparedBySettings, Quantizer):
         self.dtype = dtype
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
-        if isinstance(tensor, QuantizedTensorStorage):
-            tensor = tensor.dequantize()
-        if not isinstance(tensor, torch.Tensor):
-            message = f"quantize: expected a torch.Tensor, got {type(tensor).__name__}"
-            raise DtypeError(message)
-        values = tensor.detach()
+        values = plain_values(tensor)
         return values if self.dtype is None else values.to(self.dtype)
 
     def _made(self, values: torch.Tensor) -> Any:

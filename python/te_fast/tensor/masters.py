@@ -20,7 +20,7 @@ from te_fast.tensor.blockwise import Float8BlockwiseQTensor
 from te_fast.tensor.dtypes import TE_DType_To_Torch
 from te_fast.tensor.float8 import Float8Quantizer, Float8Tensor
 from te_fast.tensor.identity_tensor import IdentityTensorStorage
-from te_fast.tensor.quantizer import note_write
+from te_fast.tensor.quantizer import count_write, note_write
 from te_fast.tensor.tensor import Float8TensorBase
 
 _F32_MAX = torch.finfo(torch.float32).max
@@ -120,9 +120,7 @@ class _Part:
         if self.values is not None and self.raw is not None:
             with torch.no_grad():
                 self.raw.copy_(self.values.view(torch.uint8))
-            for one in (self.weight, self.weight._hp_data):
-                if isinstance(one, torch.Tensor):
-                    torch.autograd.graph.increment_version(one)
+            count_write(self.weight, self.weight._hp_data)
 
     @property
     def is_whole(self) -> bool:

@@ -15,7 +15,7 @@ from te_fast.errors import QuantizedTensorError, UnsupportedError
 from te_fast.runtime import native
 from te_fast.runtime.layouts import BLOCK, columnwise_shape
 from te_fast.tensor.quantizer import note_write, requantize, update_many
-from te_fast.tensor.storage import QuantizedTensorStorage, copy_values
+from te_fast.tensor.storage import QuantizedTensorStorage, copy_values, has_native_value
 from te_fast.tensor.traced import OF_PROGRAMS, taken_apart
 
 aten = torch.ops.aten
@@ -30,6 +30,15 @@ Handler = Callable[..., Any]
 _handlers: dict[Any, Handler] = {}
 
 
+def shares_versions(func: Any, args: Any) -> bool:
+    """Tell whether an operator in inference mode makes a view of a tensor that has versions.
+
+    A tensor and its views count versions together, and tensors that are made in inference mode count none. So the view
+    is made outside of this mode.
+    """
+    return bool(func.is_view and torch.is_inference_mode_enabled() and not args[0].is_inference())
+
+
 def dispatch(func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run an operator with a quantised tensor among its arguments.
 
@@ -41,9 +50,8 @@ def dispatch(func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         As ``__torch_dispatch__`` passes them.
     """
     handler = _handlers.get(func)
-    is_shared = func.is_view and torch.is_inference_mode_enabled() and not args[0].is_inference()
+    is_shared = shares_versions(func, args)
     if handler is not None:
-        # A tensor and its views count versions together. Tensors that are made in inference mode count none.
         with torch.inference_mode(mode=False) if is_shared else nullcontext():
             result = handler(*args, **kwargs)
         if result is not NotImplemented:
@@ -217,11 +225,6 @@ def _handles(*operators: Any) -> Callable[[Handler], Handler]:
         return handler
 
     return register
-
-
-def _is_quantized(tensor: Any) -> bool:
-    """Tell whether a tensor has a native value."""
-    return isinstance(tensor, QuantizedTensorStorage) and "_value" in tensor.__dict__
 
 
 # The same bytes ----------------------------------------------------------------------------------
@@ -460,7 +463,7 @@ def _takes_scale(target: Any, source: Any) -> bool:
 
 @_handles(aten.copy_.default)
 def _copy(target: Any, source: Any, non_blocking: bool = False) -> Any:
-    if not _is_quantized(target):
+    if not has_native_value(target):
         dtype = target.dtype if target.dtype in _FLOATS else None
         return target.copy_(source._plain_values(dtype or torch.float32), non_blocking)
     if _takes_bytes(target, source):
@@ -486,9 +489,9 @@ def _copy_each(targets: Sequence[Any], sources: Sequence[Any], non_blocking: boo
         return NotImplemented  # an error of torch's; or the order of the copies matters
     together, plain, others = [], [], []
     for target, source in zip(targets, sources, strict=True):
-        if not (_is_quantized(target) or _is_quantized(source)):
+        if not (has_native_value(target) or has_native_value(source)):
             plain.append((target, source))
-        elif _is_quantized(source) or source.shape != target.shape:
+        elif has_native_value(source) or source.shape != target.shape:
             others.append((target, source))
         else:
             is_float = source.dtype in _FLOATS
@@ -506,7 +509,7 @@ def _copy_each(targets: Sequence[Any], sources: Sequence[Any], non_blocking: boo
 
 def _takes_bytes(target: Any, source: Any) -> bool:
     """Tell whether the bytes and scales of one tensor can be copied to the other."""
-    if not _is_quantized(source) or source.shape != target.shape:
+    if not has_native_value(source) or source.shape != target.shape:
         return False
     own, other = target._value, source._value
     if (own.block, own.fp8, own.groups) != (other.block, other.fp8, other.groups):

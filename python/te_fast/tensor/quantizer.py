@@ -14,7 +14,7 @@ from te_fast.errors import DtypeError, QuantizedTensorError, UnsupportedError
 from te_fast.recipe import Recipe
 from te_fast.runtime import native
 from te_fast.tensor.dtypes import DType, fp8_name
-from te_fast.tensor.storage import QuantizedTensorStorage
+from te_fast.tensor.storage import QuantizedTensorStorage, has_native_value
 
 #: Scale rule of a native cast: whether from the tensor itself, smallest amax, whether powers of two.
 Rule = tuple[bool, float, bool]
@@ -407,16 +407,17 @@ def device_of(device: torch.device | str | None) -> torch.device:
     return torch.device(device)
 
 
+def count_write(*tensors: Any) -> None:
+    """Increase the versions of written tensors, which graphs may have saved, where they have versions."""
+    written = [one for one in tensors if isinstance(one, torch.Tensor) and not one.is_inference()]
+    torch.autograd.graph.increment_version(written)
+
+
 def note_write(tensor: Any) -> None:
     """Increase the versions of a written tensor and of its bytes, which graphs save in its place."""
     value = tensor._value
     valid = value.col_is_valid
-    written = [
-        part
-        for part in (tensor, value.row, value.col)
-        if part is not None and not part.is_inference()
-    ]
-    torch.autograd.graph.increment_version(written)
+    count_write(tensor, value.row, value.col)
     if valid:
         # At the present versions, so that later writes of one layout show.
         value.col_is_valid = True
@@ -434,7 +435,7 @@ def update_many(tensors: Sequence[Any], sources: Sequence[torch.Tensor]) -> None
     """
     native_ones = []
     for tensor, source in zip(tensors, sources, strict=True):
-        if hasattr(tensor, "_value"):
+        if has_native_value(tensor):
             native_ones.append((tensor, _source_for(source, tensor)))
         else:
             tensor.quantize_(source)
@@ -458,14 +459,25 @@ def _source_for(source: torch.Tensor, tensor: Any) -> torch.Tensor:
     return source
 
 
-def _source(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return plain values, contiguous and on a device."""
+def plain_values(tensor: Any) -> torch.Tensor:
+    """Return what a quantizer reads: values in high precision, outside of autograd.
+
+    Raises
+    ------
+    DtypeError
+        If `tensor` is not a tensor.
+    """
     if isinstance(tensor, QuantizedTensorStorage):
         tensor = tensor.dequantize()
     if not isinstance(tensor, torch.Tensor):
         message = f"quantize: expected a torch.Tensor, got {type(tensor).__name__}"
         raise DtypeError(message)
-    tensor = tensor.detach()
+    return tensor.detach()
+
+
+def _source(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return plain values, contiguous and on a device."""
+    tensor = plain_values(tensor)
     if tensor.device != device:
         tensor = tensor.to(device)
     return tensor.contiguous()

@@ -31,6 +31,11 @@ if TYPE_CHECKING:
 Tensors = list[torch.Tensor | None]
 
 
+def has_native_value(tensor: Any) -> bool:
+    """Tell whether a tensor or storage has FP8 bytes in a native value of its own."""
+    return isinstance(tensor, QuantizedTensorStorage) and "_value" in tensor.__dict__
+
+
 def check_bytes(tensors: Iterable[torch.Tensor | None], owner: str) -> None:
     """Refuse data with wider elements, since kernels read bytes.
 

@@ -448,8 +448,14 @@ class Float8TensorBase(TensorOverStorage):
         return made
 
 
-def _exchange_outside(tensor: Any, fresh: Any) -> None:
-    """Give a tensor the type, device and shape of another one; it keeps its other properties."""
+def exchange_outside(tensor: Any, fresh: Any) -> None:
+    """Give a tensor the type, device and shape of another one, which gets the former ones; it keeps its attributes.
+
+    Raises
+    ------
+    QuantizedTensorError
+        If autograd or another object holds the tensor.
+    """
     attributes, requires_grad = dict(tensor.__dict__), tensor.requires_grad
     fresh.requires_grad_(requires_grad)
     try:
@@ -460,9 +466,13 @@ def _exchange_outside(tensor: Any, fresh: Any) -> None:
             f"or device cannot change ({error}); make a new parameter"
         )
         raise QuantizedTensorError(message) from error
-    value = tensor.__dict__["_value"]
-    tensor.__dict__.clear()
     tensor.__dict__.update(attributes)
+
+
+def _exchange_outside(tensor: Any, fresh: Any) -> None:
+    """Do the same for tensors over native values."""
+    value = fresh.__dict__["_value"]
+    exchange_outside(tensor, fresh)
     # A value may know the former type and shape of its tensor; one that shares its bytes does not.
     tensor._value = tensor._value.share()
     fresh.__dict__["_value"] = value.share()
