@@ -97,12 +97,6 @@ constants! {
         CAST_MANY_PARAMS_BYTES: usize = 32 + (4 + 56) * MANY_TENSORS;
         /// Entries of a `handover`.
         HANDOVER_ENTRIES: usize = 32;
-        /// Bytes of a row of its table: inverse scale, scale and maximum, each on 16 bytes of its own.
-        HANDOVER_ROW_BYTES: usize = 48;
-        /// Offset of the scale in a row.
-        HANDOVER_SCALE_AT: usize = 16;
-        /// Offset of the maximum that the GEMM found in a row.
-        HANDOVER_FOUND_AT: usize = 32;
         /// Size of `ScaleUpdateFewParams`.
         SCALE_UPDATE_FEW_PARAMS_BYTES: usize = 16 + 32 * FEW_ENTRIES;
         /// Size of `ScaleUpdateParams`.
@@ -138,7 +132,7 @@ constants! {
         /// Size of `CastTransposeParams`.
         CAST_TRANSPOSE_PARAMS_BYTES: usize = 144;
         /// Size of `HandoverParams`.
-        HANDOVER_PARAMS_BYTES: usize = 24 + 16 * HANDOVER_ENTRIES;
+        HANDOVER_PARAMS_BYTES: usize = 8 + 32 * HANDOVER_ENTRIES;
     }
 
     /// Matrix products of groups of rows.

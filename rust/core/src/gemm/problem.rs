@@ -124,19 +124,19 @@ pointers! {
     pub struct GemmPointers {
         /// First operand.
         x,
-        /// Its inverse scales; null for high precision.
+        /// Its inverse scales, 16-byte aligned; null for high precision.
         x_scale,
         /// Second operand.
         w,
-        /// Its inverse scales.
+        /// Its inverse scales, likewise.
         w_scale,
         /// Bias, null without.
         bias,
         /// Result.
         d,
-        /// Scale of an FP8 result, 16-byte aligned; null for others.
+        /// Scale of an FP8 result; null for others.
         d_scale,
-        /// Set to the maximum of an FP8 result before scaling, 16-byte aligned; null for others.
+        /// Set to the maximum of an FP8 result before scaling; null for others.
         d_amax,
         /// [`WORKSPACE_BYTES`] bytes on a GPU; null on the host.
         workspace,

@@ -4,7 +4,7 @@ use te_fast_kernels::KernelId;
 
 use crate::base::error::{Error, Result};
 use crate::host::fp8::{read_scalar, write_scalar};
-use crate::ops::handover::{FOUND_AT, HandoverParams, ROW_BYTES, SCALE_AT};
+use crate::ops::handover::HandoverParams;
 
 /// Runs `handover`.
 ///
@@ -14,16 +14,12 @@ pub(crate) fn run(p: &HandoverParams<'_>, id: KernelId) -> Result<()> {
     if id != KernelId::Handover {
         return Err(Error::state("handover", id.symbol()));
     }
-    for (index, entry) in p.entries.iter().enumerate().take(p.count as usize) {
-        let row = p.table.offset((p.first as usize + index) * ROW_BYTES);
-        let found = row.offset(FOUND_AT);
-        if p.after == 0 {
-            let scale = read_scalar(entry.scale).unwrap_or(1.0);
-            write_scalar(row, 1.0 / scale);
-            write_scalar(row.offset(SCALE_AT), scale);
-            write_scalar(found, 0.0);
-        } else if !entry.amax.is_null() {
-            let found = read_scalar(found).unwrap_or(0.0);
+    for entry in p.entries.iter().take(p.count as usize) {
+        if !entry.inverse.is_null() {
+            write_scalar(entry.inverse, 1.0 / read_scalar(entry.scale).unwrap_or(1.0));
+        }
+        if !entry.amax.is_null() {
+            let found = read_scalar(entry.found).unwrap_or(0.0);
             if found > read_scalar(entry.amax).unwrap_or(0.0) {
                 write_scalar(entry.amax, found);
             }

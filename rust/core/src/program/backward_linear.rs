@@ -7,7 +7,6 @@ use crate::gemm::problem::GemmPointers;
 use crate::ops::activation::{ActivationPointers, ActivationSpec};
 use crate::ops::affine::{AffinePointers, AffineSpec};
 use crate::ops::dequantize::DequantizePointers;
-use crate::ops::handover::{FOUND_AT, SCALE_AT};
 use crate::ops::transpose::{TransposePointers, TransposeSpec};
 use crate::program::backward_compiler::Compiler;
 use crate::program::buffer::{Arena, At};
@@ -18,7 +17,7 @@ use crate::program::forward_compiler::{Fused, Kept, slot};
 use crate::program::forward_handover::PROBE_ROWS;
 use crate::program::linear_op::{BackwardOperands, LinearOp, Product};
 use crate::program::port::{Beside, LinearPort, Outer, Port};
-use crate::program::work::{FlowName, SlotAt, Work, quantised};
+use crate::program::work::{FlowName, SlotAt, StoredAt, Work, quantised};
 use crate::quant::quantizer::QuantPointers;
 
 impl<'a> Compiler<'a> {
@@ -81,16 +80,14 @@ impl<'a> Compiler<'a> {
             (None, Some(_)) => At::of(Port::GradInput),
             (None, None) => self.place_of(index),
         };
-        let table = At::of(Port::Beside(Outer::GradInput, Beside::RowScale));
-        let handover = |offset: usize| if stored.is_some() { table.plus(offset) } else { At::NONE };
         let at = GemmPointers {
             x: dy.data,
             x_scale: dy.scale,
             w: w.data,
             w_scale: w.scale,
             d,
-            d_scale: handover(SCALE_AT),
-            d_amax: handover(FOUND_AT),
+            d_scale: stored.map_or(At::NONE, |(_, beside)| beside.slot.scale),
+            d_amax: stored.map_or(At::NONE, |(_, beside)| beside.found),
             workspace: At::of(Port::Workspace),
             ..GemmPointers::default()
         };
@@ -99,19 +96,19 @@ impl<'a> Compiler<'a> {
             (None, Some(_)) => "dgrad gemm, in FP8",
             (None, None) => "dgrad gemm",
         };
-        let product = Product::InputGrad { accumulate: accumulate.is_some(), into: stored };
+        let product = Product::InputGrad { accumulate: accumulate.is_some(), into: stored.map(|(dtype, _)| dtype) };
         let splits = self.left.splits_of(self.facts, index);
         self.step(Work::Gemm { linear: link.linear, product, at, splits }, index, text);
-        if stored.is_some() {
-            self.grad_input_scale(index, link.linear, true);
+        if let Some((_, beside)) = stored {
+            self.step(Work::Handover(vec![beside]), index, "scale and maximum of the input's gradient");
         }
         *grad = Value::high(d);
         Ok(())
     }
 
-    /// The FP8 type in which the GEMM of the op at `index` stores the gradient of the chain's input, if its scale is
-    /// known beforehand.
-    fn store_grad_input(&mut self, index: usize, linear: usize) -> Result<Option<Fp8>> {
+    /// The FP8 type in which the GEMM of the op at `index` stores the gradient of the chain's input, and the places
+    /// beside it, if its scale is known beforehand.
+    fn store_grad_input(&mut self, index: usize, linear: usize) -> Result<Option<(Fp8, StoredAt)>> {
         let facts = self.facts;
         let (Some(kind), Some(recipe)) = (facts.grad_input_kind(), facts.recipe.as_ref()) else { return Ok(None) };
         let is_first = facts.chain.links()[..index].iter().all(|link| link.op == Op::Identity);
@@ -124,17 +121,10 @@ impl<'a> Compiler<'a> {
             Err(error) if matches!(error.kind(), ErrorKind::Cublas { .. }) => return Ok(None),
             Err(error) => return Err(error),
         }
-        self.grad_input_scale(index, linear, false);
         (self.out.hands_over, self.out.grad_input_is_row) = (true, true);
-        Ok(Some(kind.dtype))
-    }
-
-    /// The launch before such a GEMM, or after it.
-    fn grad_input_scale(&mut self, index: usize, linear: usize, after: bool) {
-        let table = At::of(Port::Beside(Outer::GradInput, Beside::RowScale));
-        let slots = vec![slot(linear, LinearPort::GradInputScale, LinearPort::GradInputAmax)];
-        let text = if after { "maximum of the input's gradient" } else { "scale of the input's gradient" };
-        self.step(Work::Handover { table, slots, after }, index, text);
+        let inverse = At::of(Port::Beside(Outer::GradInput, Beside::RowScale));
+        let slot = slot(linear, LinearPort::GradInputScale, LinearPort::GradInputAmax);
+        Ok(Some((kind.dtype, StoredAt { slot, inverse, found: self.scratch() })))
     }
 
     /// The weight's gradient, now or delayed.

@@ -117,7 +117,7 @@ pub(crate) struct Forward {
 /// Values that a forward hands over in FP8 from GEMM to GEMM.
 #[derive(Debug, Default)]
 pub(super) struct Handovers {
-    /// Rows of scales, one per value; without it, no value is handed over.
+    /// Inverse scales and found maxima, a row per value; without it, no value is handed over.
     pub(super) table: At,
     /// The linear ops that take a value, by row.
     pub(super) takers: Vec<usize>,

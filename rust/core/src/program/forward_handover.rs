@@ -2,18 +2,23 @@
 
 use crate::base::error::{ErrorKind, Result};
 use crate::gemm::problem::Epilogue;
-use crate::ops::handover::ROW_BYTES;
 use crate::program::buffer::At;
 use crate::program::chain::Op;
 use crate::program::edge::{LayoutAt, Layouts, Rows};
 use crate::program::forward_compiler::{Compiler, slot};
 use crate::program::linear_op::{Product, Tail};
 use crate::program::port::{Beside, LinearPort, Outer, Port};
-use crate::program::work::{FlowName, Step, Work};
+use crate::program::work::{FlowName, Step, StoredAt, Work};
 use crate::recipe::definition::Recipe;
 
 /// Rows of a trial GEMM, by which te_fast finds out whether cuBLASLt has it with an FP8 result.
 pub(crate) const PROBE_ROWS: usize = 128;
+
+/// Bytes of a row of the table of values that are handed over: inverse scale and found maximum. cuBLAS reads inverse scales
+/// at multiples of 16 bytes.
+const ROW_BYTES: usize = 32;
+/// Offset of the found maximum in a row.
+const FOUND_AT: usize = 16;
 
 impl Compiler<'_> {
     /// Whether some linear op could take its input by hand-over, since no backward reads that input.
@@ -28,7 +33,7 @@ impl Compiler<'_> {
         self.handovers.takers.len() > 1 || self.handovers.direct
     }
 
-    /// The first step arranges the scales of all values that are handed over later.
+    /// The first step computes the inverse scales of all values that are handed over later.
     pub(super) fn begin_handovers(&mut self) {
         self.handovers.table = self.scratch();
         let step = self.handover(false);
@@ -45,16 +50,25 @@ impl Compiler<'_> {
 
     /// The launch before the GEMMs, or after them.
     fn handover(&self, after: bool) -> Step {
-        let takers = self.handovers.takers.iter();
-        let slots = takers.map(|&linear| slot(linear, LinearPort::InputScale, LinearPort::InputAmax)).collect();
+        let values = (0..self.handovers.takers.len()).map(|row| {
+            let value = self.handed_over(row);
+            if after { StoredAt { inverse: At::NONE, ..value } } else { StoredAt { found: At::NONE, ..value } }
+        });
         let text = if after { "maxima of what stayed in FP8" } else { "scales of what stays in FP8" };
         let ops = (0, self.facts.chain.links().len() - 1);
-        Step { work: Work::Handover { table: self.handovers.table, slots, after }, rows: Rows::Input, ops, text }
+        Step { work: Work::Handover(values.collect()), rows: Rows::Input, ops, text }
+    }
+
+    /// The value in a row of the table.
+    fn handed_over(&self, row: usize) -> StoredAt {
+        let at = self.handovers.table.plus(row * ROW_BYTES);
+        let slot = slot(self.handovers.takers[row], LinearPort::InputScale, LinearPort::InputAmax);
+        StoredAt { slot, inverse: at, found: at.plus(FOUND_AT) }
     }
 
     /// The result of the GEMM of the op at `index` and its tail in FP8, for the linear op that takes edge `next`, if no
     /// other op reads the value.
-    pub(super) fn hand_over(&mut self, index: usize, next: usize, tail: Tail) -> Result<Option<Layouts>> {
+    pub(super) fn hand_over(&mut self, index: usize, next: usize, tail: Tail) -> Result<Option<(Layouts, StoredAt)>> {
         let (Some((taker, false)), Some(recipe)) = (self.fp8_consumer(next), self.facts.recipe.as_ref()) else {
             return Ok(None);
         };
@@ -75,16 +89,21 @@ impl Compiler<'_> {
             self.note_kept_high(index, next, "because one value saves a launch and needs two");
             return Ok(None);
         }
-        let scale = self.handovers.table.plus(self.handovers.takers.len() * ROW_BYTES);
         self.handovers.takers.push(taker);
         self.handovers.direct |= tail.epilogue == Epilogue::None;
-        let row = LayoutAt { data: self.scratch(), scale };
-        Ok(Some(Layouts { row, col: LayoutAt::default() }))
+        let stored = self.handed_over(self.handovers.takers.len() - 1);
+        let row = LayoutAt { data: self.scratch(), scale: stored.inverse };
+        Ok(Some((Layouts { row, col: LayoutAt::default() }, stored)))
     }
 
     /// The result of the GEMM of the op at `index` and its epilogue in FP8, if it is the chain's quantised output and
     /// its scale is known beforehand.
-    pub(super) fn store_output(&mut self, index: usize, next: usize, tail: Tail) -> Result<Option<Layouts>> {
+    pub(super) fn store_output(
+        &mut self,
+        index: usize,
+        next: usize,
+        tail: Tail,
+    ) -> Result<Option<(Layouts, StoredAt)>> {
         let facts = self.facts;
         let (Some(kind), Some(recipe)) = (facts.output_kind(), facts.recipe.as_ref()) else { return Ok(None) };
         let ends = (next..facts.chain.links().len()).all(|at| matches!(self.op_at(at), Some(Op::Identity)));
@@ -99,17 +118,10 @@ impl Compiler<'_> {
             Err(error) if matches!(error.kind(), ErrorKind::Cublas { .. }) => return Ok(None),
             Err(error) => return Err(error),
         }
-        self.output_scale(index, linear, false);
         (self.out.hands_over, self.out.output_is_row) = (true, true);
-        Ok(Some(Layouts::outer(Outer::Output, kind)))
-    }
-
-    /// The launch before such a GEMM, or after it.
-    pub(super) fn output_scale(&mut self, index: usize, linear: usize, after: bool) {
-        let table = At::of(Port::Beside(Outer::Output, Beside::RowScale));
-        let slots = vec![slot(linear, LinearPort::OutputScale, LinearPort::OutputAmax)];
-        let text = if after { "maximum of the output" } else { "scale of the output" };
-        self.step(Work::Handover { table, slots, after }, (index, index), text);
+        let inverse = At::of(Port::Beside(Outer::Output, Beside::RowScale));
+        let slot = slot(linear, LinearPort::OutputScale, LinearPort::OutputAmax);
+        Ok(Some((Layouts::outer(Outer::Output, kind), StoredAt { slot, inverse, found: self.scratch() })))
     }
 
     fn note_kept_high(&mut self, index: usize, next: usize, reason: &str) {

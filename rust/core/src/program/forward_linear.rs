@@ -6,7 +6,6 @@ use crate::base::error::Result;
 use crate::gemm::problem::{Epilogue, GemmPointers};
 use crate::ops::activation::Activation;
 use crate::ops::affine::{AffinePointers, AffineSpec};
-use crate::ops::handover::{FOUND_AT, SCALE_AT};
 use crate::program::buffer::At;
 use crate::program::cast::Cast;
 use crate::program::chain::{Link, Op};
@@ -45,15 +44,14 @@ impl Compiler<'_> {
         let w = self.weight_operand(index, link);
         let bias = if tail.bias { self.bias(index + 1) } else { At::NONE };
         let handed_over = if d.is_none() { self.hand_over(index, next, tail)? } else { None };
-        let stored = if d.is_none() && handed_over.is_none() { self.store_output(index, next, tail)? } else { None };
-        let handed_over = handed_over.or(stored);
-        let (result, text) = match (handed_over, d) {
-            (Some(layouts), _) => (layouts.row, text.fp8),
+        let output = if d.is_none() && handed_over.is_none() { self.store_output(index, next, tail)? } else { None };
+        let stored = handed_over.or(output);
+        let (result, text) = match (stored, d) {
+            (Some((layouts, _)), _) => (layouts.row, text.fp8),
             (None, Some(extra)) => (LayoutAt::high(extra), text.high),
             (None, None) => (LayoutAt::high(self.place_of(next)), text.high),
         };
-        let into = handed_over.and(facts.recipe.as_ref()).map(|recipe| recipe.fwd);
-        let handover = |offset: usize| if handed_over.is_some() { result.scale.plus(offset) } else { At::NONE };
+        let into = stored.and(facts.recipe.as_ref()).map(|recipe| recipe.fwd);
         let at = GemmPointers {
             x: x.data,
             x_scale: x.scale,
@@ -61,18 +59,18 @@ impl Compiler<'_> {
             w_scale: w.scale,
             bias,
             d: result.data,
-            d_scale: handover(SCALE_AT),
-            d_amax: handover(FOUND_AT),
+            d_scale: stored.map_or(At::NONE, |(_, beside)| beside.slot.scale),
+            d_amax: stored.map_or(At::NONE, |(_, beside)| beside.found),
             workspace: At::of(Port::Workspace),
         };
         let product = Product::Forward { tail, into };
         let splits = self.out.left.splits_of(facts, index);
         self.step(Work::Gemm { linear, product, at, splits }, (index, next - 1), text);
-        if stored.is_some() {
-            self.output_scale(index, linear, true);
+        if let Some((_, beside)) = output {
+            self.step(Work::Handover(vec![beside]), (index, index), "scale and maximum of the output");
         }
-        let high = if handed_over.is_some() { At::NONE } else { result.data };
-        *value = Value { quantized: handed_over, ..Value::high(high) };
+        let high = if stored.is_some() { At::NONE } else { result.data };
+        *value = Value { quantized: stored.map(|(layouts, _)| layouts), ..Value::high(high) };
         Ok(next)
     }
 

@@ -38,11 +38,8 @@ pub(crate) enum Planned {
     WeightGrad(usize, Option<WeightGradPlan>, GemmPointers<Cell>, Cell),
     GroupedGemm(GroupedGemmPlan, GroupedGemmPointers<Cell>),
     SumGroups(SumGroupsPlan, SumGroupsPointers<Cell>),
-    Handover {
-        table: Cell,
-        slots: Vec<[Cell; 2]>,
-        after: bool,
-    },
+    /// Scale, maximum, inverse scale and found maximum of each value.
+    Handover(Vec<[Cell; 4]>),
     Norm(NormPlan, NormPointers<Cell>),
     NormBackward(NormBackwardPlan, NormBackwardPointers<Cell>),
     Activation(ActivationPlan, ActivationPointers<Cell>),
@@ -80,9 +77,12 @@ impl Planned {
                 Some(plan) => plan.run(target, &at.map(get), get(splits)),
                 None => Err(Error::state(OP, "a weight gradient that waited was asked for without a plan")),
             },
-            Self::Handover { table, slots, after } => {
-                let entries = slots.iter().map(|[scale, amax]| HandoverEntry { scale: get(scale), amax: get(amax) });
-                handover::run(target, get(table), entries, *after)
+            Self::Handover(values) => {
+                let entries = values.iter().map(|value| {
+                    let [scale, amax, inverse, found] = value.each_ref().map(get);
+                    HandoverEntry { scale, amax, inverse, found }
+                });
+                handover::run(target, entries)
             }
             Self::Norm(plan, at) => plan.run(target, &at.map(get)),
             Self::NormBackward(plan, at) => plan.run(target, &at.map(get)),

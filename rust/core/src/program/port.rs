@@ -75,8 +75,7 @@ impl Outer {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Beside {
-    /// Scales of the row layout. An FP8 result of a GEMM under delayed scaling has them in a row of
-    /// [`handover`](crate::ops::handover), whose first number is the scale.
+    /// Scales of the row layout.
     RowScale,
     /// The column layout.
     Col,

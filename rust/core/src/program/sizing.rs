@@ -8,7 +8,6 @@ use crate::ops::activation_groups::ActivationGroupsPlan;
 use crate::ops::affine::{AffinePlan, AffineSpec};
 use crate::ops::cast::{CastPlan, CastSpec};
 use crate::ops::dequantize::{DequantizePlan, DequantizeSpec};
-use crate::ops::handover::ROW_BYTES;
 use crate::ops::norm::NormPlan;
 use crate::ops::norm_backward::{NormBackwardPlan, NormBackwardSpec};
 use crate::ops::norm_spec::NormSpec;
@@ -101,10 +100,12 @@ impl<'a> Sizing<'a> {
                 self.writes(at.sums, plan.sums_bytes());
                 Ok(Planned::SumGroups(plan, at.map(|&at| self.cell(at))))
             }
-            Work::Handover { table, slots, after } => {
-                self.writes(*table, slots.len() * ROW_BYTES);
-                let slots = slots.iter().map(|slot| [self.cell(slot.scale), self.cell(slot.amax)]).collect();
-                Ok(Planned::Handover { table: self.cell(*table), slots, after: *after })
+            Work::Handover(values) => {
+                for value in values {
+                    self.writes(value.inverse, SCALE_BYTES);
+                }
+                let cells = values.iter().map(|value| value.each().map(|&at| self.cell(at))).collect();
+                Ok(Planned::Handover(cells))
             }
             Work::Norm { .. } | Work::NormBackward { .. } => self.norm(&step.work, rows),
             Work::Activation { .. } | Work::ActivationBackward { .. } | Work::ActivationGroups { .. } => {
@@ -192,6 +193,7 @@ impl<'a> Sizing<'a> {
         }
         let plan = op.plan(self.dispatcher, rows, product)?;
         self.writes(at.d, plan.problem().m * plan.problem().ldd * plan.problem().d.size());
+        self.writes(at.d_amax, SCALE_BYTES);
         Ok(Planned::Gemm(plan, pointers))
     }
 

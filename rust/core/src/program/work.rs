@@ -48,12 +48,8 @@ pub(crate) enum Work {
         spec: SumGroupsSpec,
         at: SumGroupsPointers<At>,
     },
-    /// Arranges the scales of values that GEMMs hand over in FP8, or raises their maxima.
-    Handover {
-        table: At,
-        slots: Vec<SlotAt>,
-        after: bool,
-    },
+    /// Inverse scales and maxima of values that GEMMs store in FP8.
+    Handover(Vec<StoredAt>),
     Norm {
         spec: NormSpec,
         at: NormPointers<At>,
@@ -129,6 +125,22 @@ impl SlotAt {
     pub(crate) const NONE: Self = Self { scale: At::NONE, amax: At::NONE };
 }
 
+/// The places beside the bytes of a value that a GEMM stores in FP8.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct StoredAt {
+    pub(crate) slot: SlotAt,
+    /// The inverse scale; none where the launch only raises the maximum.
+    pub(crate) inverse: At,
+    /// The maximum that the GEMM finds; none before the GEMM.
+    pub(crate) found: At,
+}
+
+impl StoredAt {
+    pub(crate) const fn each(&self) -> [&At; 4] {
+        [&self.slot.scale, &self.slot.amax, &self.inverse, &self.found]
+    }
+}
+
 /// The pointers of a quantisation of `x` into `to`.
 pub(crate) fn quantised(x: At, to: &Layouts, slot: SlotAt, scratch: At) -> QuantPointers<At> {
     QuantPointers {
@@ -155,13 +167,7 @@ impl Work {
                 visit(splits);
             }
             Self::SumGroups { at, .. } => at.each(visit),
-            Self::Handover { table, slots, .. } => {
-                visit(table);
-                for slot in slots {
-                    visit(&slot.scale);
-                    visit(&slot.amax);
-                }
-            }
+            Self::Handover(values) => values.iter().flat_map(StoredAt::each).for_each(visit),
             Self::Norm { at, .. } => at.each(visit),
             Self::NormBackward { at, .. } => at.each(visit),
             Self::Activation { at, .. } => at.each(visit),

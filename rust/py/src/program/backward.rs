@@ -10,7 +10,6 @@ use smallvec::SmallVec;
 use te_fast_core::Error;
 use te_fast_core::base::dtype::DType;
 use te_fast_core::program::{Bindings, FlowName, Outer, Port, Program, ProgramKey, SizedProgram};
-use te_fast_core::recipe::definition::Recipe;
 use te_fast_core::runtime::dispatcher::Dispatcher;
 use te_fast_core::runtime::lane::Place;
 
@@ -346,8 +345,7 @@ impl<'py> BackwardCall<'_, 'py> {
         let tuples = &kept.shapes.input;
         Ok(match (program.grad_input(), program.grad_input_kind()) {
             (Port::GradInput, Some(kind)) => {
-                let is_delayed = program.recipe().is_some_and(Recipe::is_delayed);
-                Some(Output::InFp8(Made::allocate(state, py, (key.device, kind, is_delayed), &tuples.shape)?))
+                Some(Output::InFp8(Made::allocate(state, py, (key.device, kind), &tuples.shape)?))
             }
             (Port::GradInput, None) => {
                 let (size, stride) = (tuples.size.bind(py), tuples.stride.bind(py));

@@ -16,7 +16,7 @@ use te_fast_core::program::{Outer, OuterKinds, Port, Program, ProgramKey, Quanti
 use te_fast_core::quant::cache::Keep;
 use te_fast_core::quant::value::LinearSlots;
 use te_fast_core::quant::weight::{Microbatch, WeightRecord, WeightToken};
-use te_fast_core::recipe::definition::{BackwardOverride, Recipe};
+use te_fast_core::recipe::definition::BackwardOverride;
 use te_fast_core::recipe::region::Region;
 use te_fast_core::recipe::usage::Usage;
 use te_fast_core::runtime::dispatcher::Dispatcher;
@@ -583,8 +583,7 @@ impl<'a, 'py> Call<'a, 'py> {
         let dtype = DType::from(compiled.program.key().activation);
         let (py, out) = (self.x.py(), &shapes.output);
         if let Some(kind) = compiled.program.output_kind() {
-            let is_delayed = compiled.program.recipe().is_some_and(Recipe::is_delayed);
-            let made = Made::allocate(self.state, py, (place.device, kind, is_delayed), &out.shape)?;
+            let made = Made::allocate(self.state, py, (place.device, kind), &out.shape)?;
             return Ok(Output::InFp8(made));
         }
         if let (Some(buffers), Port::Output) = (&self.buffers, compiled.program.output())

@@ -9,7 +9,6 @@ use te_fast_core::Error;
 use te_fast_core::base::dtype::{DType, Device};
 use te_fast_core::base::tensor::TensorView;
 use te_fast_core::ops::cast_block::{BlockShape, scale_shape};
-use te_fast_core::ops::handover::ROW_BYTES;
 use te_fast_core::program::{Beside, Bindings, Outer, Port, QuantizedKind};
 use te_fast_core::quant::content::Content;
 use te_fast_core::recipe::definition::Block;
@@ -252,27 +251,23 @@ pub(crate) struct Made<'py> {
     device: Device,
     row: Bound<'py, PyAny>,
     row_scale: Bound<'py, PyAny>,
-    /// The scale is the first number of a row of [`te_fast_core::ops::handover`].
-    is_table: bool,
     col: Option<(Bound<'py, PyAny>, Option<Bound<'py, PyAny>>)>,
 }
 
 impl<'py> Made<'py> {
-    /// Memory for a value of this shape; `is_delayed` if its scale is known beforehand.
+    /// Memory for a value of this shape.
     pub(crate) fn allocate(
         state: &State,
         py: Python<'py>,
-        (device, kind, is_delayed): (Device, QuantizedKind, bool),
+        (device, kind): (Device, QuantizedKind),
         shape: &[i64],
     ) -> Result<Self, Failure> {
         let cols = shape.last().map_or(1, |&cols| cols as usize);
         let rows = shape.iter().rev().skip(1).product::<i64>() as usize;
         let floats = |sizes: [usize; 2]| state.empty_sized(py, device, &sizes.map(|size| size as i64), DType::F32);
         let row = state.empty_sized(py, device, shape, DType::U8)?;
-        let is_table = is_delayed && kind.block == Block::Tensor;
         let row_scale = if kind.block == Block::Tensor {
-            let count = if is_table { (ROW_BYTES / size_of::<f32>()) as i64 } else { 1 };
-            state.empty_sized(py, device, &[count], DType::F32)?
+            state.empty_sized(py, device, &[1], DType::F32)?
         } else {
             floats(scale_sizes(kind, rows, cols))?
         };
@@ -282,7 +277,7 @@ impl<'py> Made<'py> {
         } else {
             None
         };
-        Ok(Self { kind, shape: shape.into(), device, row, row_scale, is_table, col })
+        Ok(Self { kind, shape: shape.into(), device, row, row_scale, col })
     }
 
     /// The format of the value.
@@ -322,9 +317,7 @@ impl<'py> Made<'py> {
         // Without strides the tensor is contiguous.
         let arguments = (class, size, py.None(), py.None(), py.None(), dtype, &classes.strided, device);
         let made = classes.make_wrapper_subclass.bind(py).call1(arguments)?;
-        let row_scale =
-            if self.is_table { state.torch.in_storage_of(&self.row_scale, &[1], 0)? } else { self.row_scale };
-        let value = QuantizedValue::of_call(self.kind, outside, (self.row, row_scale), self.col);
+        let value = QuantizedValue::of_call(self.kind, outside, (self.row, self.row_scale), self.col);
         let attributes = instance_dict(&made)?;
         attributes.set_item(intern!(py, "_value"), Bound::new(py, value)?)?;
         attributes.set_item(intern!(py, "_quantizer"), quantizer)?;
