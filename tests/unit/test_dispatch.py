@@ -1,5 +1,7 @@
 """``te_fast.dispatch``: calls of the dispatcher by hand."""
 
+import time
+
 import pytest
 import torch
 
@@ -176,6 +178,17 @@ def test_stages_of_a_forward():
     assert len(stages) > 3
     assert all(time >= 0 for time in stages.values())
     assert sum(stages.values()) > 0
+
+
+def test_stages_of_an_operation_leave_out_what_came_before():
+    layer, x = te.LayerNorm(64, device="cpu"), tensor(32, 64)
+    with torch.no_grad():
+        dispatch.stage_times(layer, x, calls=1)
+        begin = time.perf_counter()
+        time.sleep(0.05)
+        stages = dispatch.stage_times(layer, x, calls=1)
+        took = time.perf_counter() - begin
+    assert sum(stages.values()) <= 1e6 * (took - 0.05)
 
 
 @pytest.mark.filterwarnings("ignore:.*Recipe type changed")

@@ -379,6 +379,30 @@ def test_extra_input_in_place_takes_its_memory():
     assert y.data_ptr() == extra.data_ptr()
 
 
+@pytest.mark.parametrize(
+    "extra",
+    [
+        lambda: torch.arange(32.0).view(8, 4).t(),
+        lambda: torch.arange(64.0).view(4, 16)[:, ::2],
+    ],
+    ids=["transposed", "every second"],
+)
+def test_strided_extra_input_in_place_takes_its_memory(extra, way):
+    extra, x = extra(), torch.full((4, 8), 2.0)
+    wanted, version = extra + x, extra._version
+    y = way(ops.AddExtraInput(in_place=True))(x, extra)
+    assert torch.equal(extra, wanted)
+    assert torch.equal(y, wanted)
+    assert extra._version > version
+
+
+def test_expanded_extra_input_in_place_is_refused(way):
+    extra = torch.ones(1, 8)
+    with pytest.raises((ShapeError, RuntimeError)):
+        way(ops.AddExtraInput(in_place=True))(torch.ones(4, 8), extra.expand(4, 8))
+    assert extra.eq(1).all()
+
+
 def test_initial_values():
     torch.default_generator.manual_seed(5)
     op = ops.BasicLinear(64, 48, device="cpu")
@@ -481,6 +505,8 @@ def test_what_is_not_there_can_be_asked_for():
         (lambda: ops.SwiGLU(), [(2, 7)]),
         (lambda: ops.SwiGLU(glu_interleave_size=4), [(2, 12)]),
         (lambda: ops.AddExtraInput(), [(2, 8), (2, 1)]),
+        (lambda: ops.AddExtraInput(), [(4, 4, 8), (2, 8, 8)]),
+        (lambda: ops.AddExtraInput(), [(4, 4, 8), (16, 8)]),
         (lambda: ops.ScaledSwiGLU(), [(2, 8), (4,)]),
     ],
 )

@@ -529,6 +529,31 @@ def test_a_residual_around_a_checkpoint(recipe):
     same(*results)
 
 
+def test_an_output_of_a_recomputed_forward_has_what_the_next_layer_needs(recipe):
+    """Reentrant recomputation runs the first forward without gradients."""
+    first, second = linear(128, 128), linear(128, 128)
+    results = []
+    for recomputes in (False, True):
+        if name_of(recipe) == "delayed":
+            for layer in (first, second):
+                layer.reset_fp8_meta_tensors()
+        leaf = _leaf(randn(32, 128))
+        first.zero_grad()
+        second.zero_grad()
+        with te.autocast(recipe=recipe):
+            h = (
+                te.checkpoint(lambda x: first(x, fp8_output=True), leaf)
+                if recomputes
+                else first(leaf, fp8_output=True)
+            )
+            y = second(h)
+        y.backward(randn(32, 128, seed=1))
+        results.append(
+            [y.detach(), leaf.grad, first.weight.grad.clone(), second.weight.grad.clone()]
+        )
+    same(*results)
+
+
 def test_a_new_scale_makes_the_column_layout_old():
     h = linear(128, 256)
     with te.autocast(recipe=Float8CurrentScaling()):

@@ -56,7 +56,7 @@ class ConstantScale(BasicOperation):
 
 
 class AddExtraInput(ExtraTensorOperation):
-    """Add an extra input.
+    """Add an extra input, which has the shape of the input.
 
     Parameters
     ----------

@@ -159,7 +159,7 @@ impl LinearOp {
         }
         let lacks_columns = casts.usages.input().columnwise || casts.x_again.is_some();
         if lacks_columns && given.block == Block::Row && !given.usage.columnwise {
-            let message = "the input has its row layout alone, and the gradient of the weight needs the column layout, whose blocks of 1x128 follow from the original values alone; quantise with rowwise and columnwise usage, or give its dequantize()";
+            let message = "the input has its row layout alone, and the gradient of the weight needs the column layout, whose blocks of 1x128 follow from the original values alone; quantise with rowwise and columnwise usage, give its dequantize(), or recompute with use_reentrant=False";
             return Err(Error::state(OP, message));
         }
         casts.x_again = None;

@@ -4,7 +4,7 @@ use pyo3::prelude::*;
 use te_fast_core::Error;
 use te_fast_core::base::dtype::DType;
 use te_fast_core::base::tensor::TensorView;
-use te_fast_core::program::{Chain, Program};
+use te_fast_core::program::{Chain, Op, Program};
 
 use crate::error::Failure;
 use crate::program::handle::Parameter;
@@ -48,9 +48,20 @@ pub(crate) fn check(
                 return Err(Error::device(OP, "an extra input", expected, extra.device()).into());
             }
             link.check_extra(number, extra.shape(), (rows, cols), extra.dtype(), x.dtype())?;
+            if matches!(link.op, Op::AddExtraInput { .. }) && leading(extra) != leading(x) {
+                let expected =
+                    format!("the leading dimensions of the input, {:?}, as op {} adds it", x.shape(), link.label);
+                return Err(Error::shape(OP, "an extra input", expected, format!("{:?}", extra.shape())).into());
+            }
         }
     }
     Ok(())
+}
+
+/// All dimensions but the last, without ones at the front, which addition ignores.
+fn leading<'a>(tensor: &'a TensorView<'_>) -> &'a [i64] {
+    let sizes = tensor.shape().split_last().map_or(&[][..], |(_, sizes)| sizes);
+    &sizes[sizes.iter().take_while(|&&size| size == 1).count()..]
 }
 
 /// Refuses a gradient of the output, or of extra output `index - 1`, that a Python op made with another shape or type

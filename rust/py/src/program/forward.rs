@@ -220,6 +220,7 @@ impl<'a, 'py> Call<'a, 'py> {
     /// Runs on tensors that have been read.
     #[inline]
     pub(crate) fn run_on(&self, tensors: &Tensors<'_>) -> PyResult<Done<'py>> {
+        CLOCK.start();
         self.on_readable(tensors).map_err(|failure| self.named(failure))
     }
 
@@ -238,7 +239,18 @@ impl<'a, 'py> Call<'a, 'py> {
     fn on_copies(&self, dequantizes: bool) -> Result<Done<'py>, Failure> {
         self.transfers.wait()?; // copies read all rows
         let copies = Tensors::copies(self.state, self.x, self.extras, self.params, dequantizes)?;
-        self.on_tensors(&Tensors::from_copies(self.state, &copies)?, &copies.extras)
+        let written: SmallVec<[usize; 2]> = self.handle.try_borrow()?.chain.written_extra_inputs().into();
+        let copied = written.into_iter().filter(|&index| !copies.extras[index].is(&self.extras[index]));
+        let copied: SmallVec<[usize; 2]> = copied.collect();
+        for &index in &copied {
+            check_writable(self.state, &self.extras[index])?;
+        }
+        let done = self.on_tensors(&Tensors::from_copies(self.state, &copies)?, &copies.extras)?;
+        for index in copied {
+            let own = self.extras[index].call_method0(intern!(self.x.py(), "detach"))?;
+            own.call_method1(intern!(self.x.py(), "copy_"), (&copies.extras[index],))?;
+        }
+        Ok(done)
     }
 
     fn on_tensors(&self, tensors: &Tensors<'_>, extras: &[Bound<'py, PyAny>]) -> Result<Done<'py>, Failure> {
@@ -392,15 +404,17 @@ impl<'a, 'py> Call<'a, 'py> {
         Ok((compiled, sized?))
     }
 
-    /// Quantised inputs and results. The column layout of the output is for the next layer's weight gradient; under
-    /// delayed scaling the next layer makes it, so that the GEMM can store the row layout.
+    /// Quantised inputs and results. The column layout of the output is for the next layer's weight gradient, which also
+    /// follows a forward without gradients that is recomputed later; under delayed scaling the next layer makes it, so
+    /// that the GEMM can store the row layout.
     #[inline]
     fn outer(&self, input: Option<QuantizedKind>, region: &Region) -> OuterKinds {
         let InFp8 { output, grad } = self.in_fp8;
         if !region.enabled || !(output || grad) {
             return OuterKinds { input, ..OuterKinds::default() };
         }
-        let usage = Usage { rowwise: true, columnwise: self.grad_mode && !region.recipe.is_delayed() };
+        let trains = self.grad_mode || self.grads;
+        let usage = Usage { rowwise: true, columnwise: trains && !region.recipe.is_delayed() };
         let grad = grad && self.input_grad && region.recipe.backward_override == BackwardOverride::None;
         OuterKinds { input, output: output.then_some(usage), grad_output: None, grad_input: grad }
     }
@@ -712,6 +726,16 @@ pub(crate) struct Prepared<'py> {
     cast: Option<WeightCast>,
     /// The kept weight is used.
     pub(crate) reused: bool,
+}
+
+/// Refuses an extra input that an op writes in place if its elements share memory.
+fn check_writable(state: &State, extra: &Bound<'_, PyAny>) -> Result<(), Failure> {
+    let view = view_of(&state.reader, extra, "an extra input")?;
+    if view.shape().iter().zip(view.strides()).any(|(&size, &stride)| size > 1 && stride == 0) {
+        let expected = "memory of its own for each element, since an op writes in place; pass .contiguous()";
+        return Err(Error::layout(OP, "an extra input", expected, "an expanded tensor").into());
+    }
+    Ok(())
 }
 
 impl Prepared<'_> {
