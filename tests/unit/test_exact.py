@@ -127,6 +127,19 @@ def test_what_is_no_number() -> None:
     assert out[3].equal(torch.tensor([32.0, 31.0]))
 
 
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_nan_has_the_bits_of_the_gpu(dtype: torch.dtype, fast: bool) -> None:
+    # Infinities of both signs, in different sums of split accumulation.
+    x = torch.ones(1, 256).to(E5M2)
+    x[0, 3], x[0, 200] = float("inf"), float("-inf")
+    out = torch.empty(1, 16, dtype=dtype)
+    w = operand(torch.ones(16, 256).to(E4M3))
+    te_fast.dispatch.gemm(operand(x), w, out, fast_accumulation=fast, exact=True)
+    bits = torch.int32 if dtype == torch.float32 else torch.int16
+    assert out.view(bits).eq(torch.iinfo(bits).max).all()
+
+
 def test_exact_is_for_fp8_on_the_host() -> None:
     with pytest.raises(te_fast.UnsupportedError, match="exact=True"):
         te_fast.dispatch.gemm(torch.ones(2, 16), torch.ones(2, 16), torch.empty(2, 2), exact=True)

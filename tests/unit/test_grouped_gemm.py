@@ -92,6 +92,13 @@ def test_weight_gradient(
     assert (out.double() - expected).abs().le(2e-6 * (problem.magnitude() + 8)).all()
 
 
+@pytest.mark.parametrize(("n", "k"), [(0, 8), (8, 0)])
+def test_weight_gradients_without_elements(n: int, k: int) -> None:
+    out, splits = torch.empty(2, n, k), torch.tensor([3, 1])
+    a, b = torch.ones(4, n), torch.ones(4, k)
+    te_fast.dispatch.grouped_gemm(a, b, out, splits, weight_gradient=True)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_results_are_rounded_once(dtype: torch.dtype) -> None:
     problem = Problem("rows", [5, 9], 14, 16, 32, torch.float32, torch.float32, "none", 1)
@@ -112,6 +119,8 @@ def test_results_are_rounded_once(dtype: torch.dtype) -> None:
         ({"b": torch.empty(2, 16, 8, dtype=torch.bfloat16)}, te_fast.DtypeError, "operand"),
         ({"accumulate": True}, te_fast.UnsupportedError, "weight gradient"),
         ({"align": 3}, te_fast.TeFastError, "multiple"),
+        ({"align": -16}, ValueError, "multiple"),
+        ({"a": torch.ones(4, 0), "b": torch.ones(2, 16, 0)}, te_fast.ShapeError, "one column"),
         ({"a_scale_inv": torch.ones(2)}, te_fast.TeFastError, "scales"),
         ({"bias": torch.ones(2, 15)}, te_fast.ShapeError, "32 elements"),
     ],

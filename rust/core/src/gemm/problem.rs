@@ -174,7 +174,7 @@ impl Problem {
         if self.x.dtype == DType::E5m2 && self.w.dtype == DType::E5m2 {
             return Err(Error::unsupported(
                 "gemm",
-                "E5M2 times E5M2 has no tensor-core instruction; use E4M3 for one operand",
+                "cuBLASLt does not multiply E5M2 by E5M2; use E4M3 for one operand",
             ));
         }
         if self.x.scale == ScaleMode::Block2d && self.w.scale == ScaleMode::Block2d {

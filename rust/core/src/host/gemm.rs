@@ -26,6 +26,9 @@ const BLOCK: usize = 128;
 /// An element type that no GEMM takes.
 pub(crate) fn run(problem: &Problem, io: &GemmPointers<DevPtr<'_>>) -> Result<()> {
     let &Problem { m, n, k, ldd, .. } = problem;
+    if m == 0 || n == 0 {
+        return Ok(());
+    }
     let mut product = vec![0.0_f32; m * n];
     match (problem.x.as_fp8(), problem.w.as_fp8()) {
         (Some(x), Some(w)) if problem.exact || config::exact() => as_tensor_cores(problem, io, [x, w], &mut product),
@@ -201,8 +204,13 @@ fn store_fp8<F: Format>(io: &GemmPointers<DevPtr<'_>>, product: &[f32], problem:
     fp8::write_scalar(io.d_amax, amax);
     let d = io.d.slice_mut::<u8>(span(m, n, ldd));
     d.par_chunks_mut(ldd).zip(product.par_chunks(n)).for_each(|(d, product)| {
-        d.iter_mut().zip(product).for_each(|(d, &value)| *d = F::encode(value * scale));
+        d.iter_mut().zip(product).for_each(|(d, &value)| *d = F::encode(canonical(value * scale)));
     });
+}
+
+/// The value, and for each NaN the one that a GPU's arithmetic gives.
+const fn canonical(value: f32) -> f32 {
+    if value.is_nan() { tensor_core::NAN } else { value }
 }
 
 fn store<T: Copy + Send + Sync>(
@@ -215,7 +223,7 @@ fn store<T: Copy + Send + Sync>(
     let n = problem.n;
     d.par_chunks_mut(problem.ldd).zip(product.par_chunks(n)).for_each(|(d, product)| {
         for (d, &value) in d.iter_mut().zip(product) {
-            *d = encode(if problem.accumulate { decode(*d) + value } else { value });
+            *d = encode(canonical(if problem.accumulate { decode(*d) + value } else { value }));
         }
     });
 }

@@ -15,7 +15,7 @@ const BLOCK: usize = 128;
 /// Bits behind the point of the largest term that are kept.
 const FRACTION: i32 = 13;
 /// The cores' result for NaN.
-const NAN: f32 = f32::from_bits(0x7fff_ffff);
+pub(crate) const NAN: f32 = f32::from_bits(0x7fff_ffff);
 /// The exponent of a sum that is zero, below every other one.
 const NOTHING: i32 = -1 << 16;
 

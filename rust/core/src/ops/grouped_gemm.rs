@@ -124,7 +124,7 @@ impl GroupedGemmPlan {
             return Err(Error::dtype(OP, "an operand", "float32, float16 or bfloat16", spec.a));
         }
         if spec.a == DType::E5m2 && spec.b == DType::E5m2 {
-            let message = "E5M2 times E5M2 has no tensor-core instruction; use E4M3 for one operand";
+            let message = "no kernel multiplies E5M2 by E5M2; use E4M3 for one operand";
             return Err(Error::unsupported(OP, message));
         }
         for dtype in [Some(spec.d), spec.bias].into_iter().flatten() {

@@ -33,7 +33,7 @@ pub(crate) fn grouped_gemm<'py>(
     weight_gradient: bool,
     accumulate: bool,
     fast_accumulation: bool,
-    align: usize,
+    align: i64,
 ) -> PyResult<()> {
     let (py, state) = (d.py(), state(d.py())?);
     let result = contiguous(state, d, OP, "d")?;
@@ -45,6 +45,9 @@ pub(crate) fn grouped_gemm<'py>(
     let kind = if weight_gradient { GroupedKind::WeightGradient } else { GroupedKind::Rows };
     let (rows, n, k) = sizes(kind, fp8, &a_view, &b_view)?;
     check_shapes(&call, kind, [&a_view, &b_view, &result], [groups, rows, n, k])?;
+    if k == 0 && kind == GroupedKind::Rows {
+        return Err(Error::shape(OP, "a", "at least one column", format!("{:?}", a_view.shape()))).python();
+    }
     check_apart(state, OP, &[Some(&a.0), Some(&b.0), Some(splits), bias], &[Some(d)])?;
 
     let given = a.1.as_ref().map(|scales| contiguous(state, scales, OP, "the scales of a")).transpose()?;
@@ -65,7 +68,7 @@ pub(crate) fn grouped_gemm<'py>(
         accumulate,
         b_k_outermost: false,
         fast_accumulation,
-        align,
+        align: usize::try_from(align).unwrap_or(0),
         scale_pitch,
     };
     let plan = GroupedGemmPlan::new(spec).python()?;
