@@ -1,6 +1,7 @@
 """Checkpoints from and to Transformer Engine; classes with the names of its loader stand in for the loader."""
 
 import collections
+import copy
 import io
 import pickle
 import sys
@@ -17,7 +18,7 @@ import te_fast.pytorch as te
 from quantized_tensors import parts, quantizer
 from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from te_fast.convert_checkpoint import Report, convert_file, main
-from te_fast.errors import ArgumentError, StateError
+from te_fast.errors import ArgumentError, StateError, UnsupportedError
 
 KEYS = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
 OPTIONS = {"params_dtype": torch.bfloat16, "device": "cpu"}
@@ -54,6 +55,19 @@ def _make_float8_blockwise_tensor_in_reduce_ex(*fields):
     return EngineTensor(*fields)
 
 
+def _make_identity_tensor_in_reduce_ex(hp_data, quantizer, dtype, shape):
+    return EngineTensor(hp_data, quantizer, dtype, shape)
+
+
+class IdentityQuantizer:
+    """Transformer Engine's quantizer, with the attributes of its pickle."""
+
+    def __init__(self):
+        self.rowwise_usage = self.columnwise_usage = True
+        self.internal = self.optimize_for_gemm = False
+        self.dtype = None
+
+
 class EngineTensor:
     """A quantised tensor of Transformer Engine, with the fields of its pickle."""
 
@@ -61,12 +75,12 @@ class EngineTensor:
         self.fields = fields
 
     def __reduce_ex__(self, protocol):
-        maker = (
-            _make_float8_tensor_in_reduce_ex
-            if len(self.fields) == 6
-            else _make_float8_blockwise_tensor_in_reduce_ex
-        )
-        return maker, self.fields
+        makers = {
+            4: _make_identity_tensor_in_reduce_ex,
+            6: _make_float8_tensor_in_reduce_ex,
+            10: _make_float8_blockwise_tensor_in_reduce_ex,
+        }
+        return makers[len(self.fields)], self.fields
 
     @classmethod
     def _make_in_reduce_ex(cls, *fields):
@@ -93,6 +107,10 @@ NAMES = {
     f"{ENGINE}.float8_tensor": {"Float8Tensor": OldTensor},
     f"{ENGINE}.tensor.float8_blockwise_tensor": {
         "_make_float8_blockwise_tensor_in_reduce_ex": _make_float8_blockwise_tensor_in_reduce_ex,
+    },
+    f"{ENGINE}.tensor.identity_tensor": {
+        "_make_identity_tensor_in_reduce_ex": _make_identity_tensor_in_reduce_ex,
+        "IdentityQuantizer": IdentityQuantizer,
     },
 }
 
@@ -277,6 +295,84 @@ def test_quantised_weights_of_transformer_engine_are_read(form, engine, tmp_path
         layer = te.Linear(256, 128, bias=False, **OPTIONS)
     layer.load_state_dict({"weight": found})
     assert torch.equal(layer.weight.dequantize(), made.dequantize())
+
+
+@pytest.mark.parametrize("kind", ["delayed", "current", "2d"])
+def test_parameters_of_fp8_are_written_and_read(kind, tmp_path):
+    weight = quantizer(kind)(torch.randn(128, 256).bfloat16())
+    for requires_grad in (True, False):
+        parameter = torch.nn.Parameter(weight, requires_grad=requires_grad)
+        torch.save({"model": {"weight": parameter}}, tmp_path / "own.pt")
+        for name, source, to in (
+            ("their.pt", "own.pt", "transformer_engine"),
+            ("back.pt", "their.pt", "te_fast"),
+        ):
+            report = convert_file(tmp_path / source, tmp_path / name, to=to)
+            assert report.weights == ["model.weight"]
+        found = torch.load(tmp_path / "back.pt", weights_only=True)["model"]["weight"]
+        assert type(found) is type(weight)
+        assert isinstance(found, torch.nn.Parameter)
+        assert found.requires_grad == requires_grad
+        assert torch.equal(found.dequantize(), weight.dequantize())
+        for path in tmp_path.iterdir():
+            path.unlink()
+
+
+def test_dequantised_parameters_stay_parameters():
+    weight = quantizer("current")(torch.randn(16, 32).bfloat16())
+    for requires_grad in (True, False):
+        parameter = torch.nn.Parameter(weight, requires_grad=requires_grad)
+        made = te_fast.convert_checkpoint({"weight": parameter}, dequantize=True)["weight"]
+        assert type(made) is torch.nn.Parameter
+        assert made.is_leaf
+        assert made.requires_grad == requires_grad
+        assert torch.equal(copy.deepcopy(made), weight.dequantize())
+
+
+def hybrid_quantizer():
+    return te.HybridQuantizer(
+        rowwise_quantizer=quantizer("current"), columnwise_quantizer=te.IdentityQuantizer()
+    )
+
+
+@pytest.mark.parametrize("make", [te.IdentityQuantizer, hybrid_quantizer])
+def test_weights_of_other_quantizers_are_dequantised(make, tmp_path):
+    weight = make()(torch.randn(16, 32))
+    torch.save({"weight": weight}, tmp_path / "own.pt")
+    report = convert_file(tmp_path / "own.pt", tmp_path / "plain.pt", dequantize=True)
+    assert report.weights == ["weight"]
+    found = torch.load(tmp_path / "plain.pt", weights_only=True)["weight"]
+    assert type(found) is torch.Tensor
+    assert torch.equal(found, weight.dequantize())
+
+
+def test_identity_weights_go_by_transformer_engines_names(engine, tmp_path):
+    values = torch.randn(16, 32).bfloat16()
+    torch.save({"weight": te.IdentityQuantizer()(values)}, tmp_path / "own.pt")
+    convert_file(tmp_path / "own.pt", tmp_path / "their.pt")
+    found = torch.load(tmp_path / "their.pt", weights_only=False)["weight"]
+    assert isinstance(found, EngineTensor)
+    data, own, nominal, shape = found.fields
+    assert torch.equal(data, values)
+    assert (own, nominal, tuple(shape)) == (None, torch.bfloat16, (16, 32))
+    tensor = EngineTensor(values, IdentityQuantizer(), torch.bfloat16, torch.Size((16, 32)))
+    torch.save({"weight": tensor}, tmp_path / "other.pt")
+    convert_file(tmp_path / "other.pt", tmp_path / "back.pt", to="te_fast")
+    back = torch.load(tmp_path / "back.pt", weights_only=True)["weight"]
+    assert type(back).__name__ == "IdentityTensor"
+    assert torch.equal(back.quantize_(2 * values).dequantize(), 2 * values)
+
+
+def test_hybrid_weights_are_refused_for_transformer_engine(tmp_path):
+    weight = hybrid_quantizer()(torch.randn(16, 32))
+    torch.save({"fc1": {"weight": weight}}, tmp_path / "own.pt")
+    for dry_run in (True, False):
+        with pytest.raises(UnsupportedError, match=r"fc1\.weight.*dequantize=True"):
+            convert_file(tmp_path / "own.pt", tmp_path / "their.pt", dry_run=dry_run)
+    assert not (tmp_path / "their.pt").exists()
+    convert_file(tmp_path / "own.pt", tmp_path / "copy.pt", to="te_fast")
+    found = torch.load(tmp_path / "copy.pt", weights_only=True)["fc1"]["weight"]
+    assert torch.equal(found.dequantize(), weight.dequantize())
 
 
 class Payload:

@@ -27,9 +27,10 @@ from typing import Any, Literal, TextIO
 import torch
 
 from te_fast.convert_checkpoint import files
-from te_fast.errors import ArgumentError, StateError, TeFastError
+from te_fast.errors import ArgumentError, StateError, TeFastError, UnsupportedError
 from te_fast.state import extra_state, pickle_writer
-from te_fast.tensor.primary import is_quantized
+from te_fast.tensor.hybrid_tensor import HybridQuantizedTensorStorage
+from te_fast.tensor.storage import QuantizedTensorStorage
 
 __all__ = ["Report", "convert_checkpoint", "convert_file", "main"]
 
@@ -98,6 +99,7 @@ def convert_checkpoint(
         format, whichever format it had.
     dequantize : bool, default = False
         Convert quantised weights to plain tensors of their nominal type, for models without quantised weights.
+        Parameters stay parameters.
     report : Report, optional
         Filled with the keys that were converted.
 
@@ -112,6 +114,8 @@ def convert_checkpoint(
         If a state is damaged.
     ArgumentError
         If `to` is another name.
+    UnsupportedError
+        If a weight is a HybridQuantizedTensor, and `to` is Transformer Engine without `dequantize`.
 
     See Also
     --------
@@ -154,9 +158,9 @@ class _Conversion:
             made = [self.of(item, f"{path}.{index}") for index, item in enumerate(value)]
             same = all(one is other for one, other in zip(made, value, strict=True))
             return value if same else type(value)(made)
-        if is_quantized(value):
+        if isinstance(value, QuantizedTensorStorage):
             self.report.weights.append(path)
-            return value.dequantize() if self.dequantizes else value
+            return self._weight(value, path)
         self.report.left += 1
         return value
 
@@ -170,6 +174,20 @@ class _Conversion:
         # torch keeps versions of modules there.
         copy.__dict__.update(value.__dict__) if hasattr(value, "__dict__") else None
         return copy
+
+    def _weight(self, value: Any, path: str) -> Any:
+        if self.dequantizes:
+            with torch.no_grad():
+                plain = value.dequantize()
+            is_parameter = isinstance(value, torch.nn.Parameter)
+            return torch.nn.Parameter(plain, value.requires_grad) if is_parameter else plain
+        if self.to == _FORMATS[0] and isinstance(value, HybridQuantizedTensorStorage):
+            message = (
+                f"convert_checkpoint: {path} is a {type(value).__name__}, which Transformer Engine reads with its own "
+                "quantizers alone; convert with dequantize=True (--dequantize)"
+            )
+            raise UnsupportedError(message)
+        return value
 
     def _state(self, value: Any, path: str) -> Any:
         is_state = value is None or isinstance(value, torch.Tensor | io.BytesIO)
@@ -214,6 +232,8 @@ def convert_file(
     ------
     StateError
         If `source` holds other objects or is damaged, or `target` exists.
+    ArgumentError, UnsupportedError
+        As of :func:`convert_checkpoint`.
 
     See Also
     --------

@@ -12,25 +12,28 @@ from typing import Any
 import torch
 
 from te_fast.errors import QuantizedTensorError, StateError
-from te_fast.tensor import blockwise, float8
+from te_fast.tensor import blockwise, float8, identity_tensor
 from te_fast.tensor.dtypes import DType
-from te_fast.tensor.tensor import Float8TensorBase
 
 _ENGINE = "transformer_engine.pytorch"
 _MODULES = {
     float8.Float8Tensor: f"{_ENGINE}.tensor.float8_tensor",
     blockwise.Float8BlockwiseQTensor: f"{_ENGINE}.tensor.float8_blockwise_tensor",
+    identity_tensor.IdentityTensor: f"{_ENGINE}.tensor.identity_tensor",
 }
 _MAKERS: dict[Any, Any] = {
     float8.Float8Tensor: float8._make_float8_tensor_in_reduce_ex,
     blockwise.Float8BlockwiseQTensor: blockwise._make_float8_blockwise_tensor_in_reduce_ex,
+    identity_tensor.IdentityTensor: identity_tensor._make_identity_tensor_in_reduce_ex,
 }
-
+#: Where a tensor's quantizer is among the arguments of its reconstructor.
+_QUANTIZER_AT = {blockwise.Float8BlockwiseQTensor: 7, identity_tensor.IdentityTensor: 1}
 
 _QUANTIZERS: dict[Any, Any] = {
     float8.Float8Quantizer: float8.Float8Tensor,
     float8.Float8CurrentScalingQuantizer: float8.Float8Tensor,
     blockwise.Float8BlockQuantizer: blockwise.Float8BlockwiseQTensor,
+    identity_tensor.IdentityQuantizer: identity_tensor.IdentityTensor,
 }
 
 
@@ -107,6 +110,17 @@ class _Name:
         """Never called; a pickle only writes callables."""
 
 
+def _foreign(kind: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the arguments of Transformer Engine's reconstructor, without a quantizer.
+
+    A weight takes the quantizer of the parameter that it is loaded into.
+    """
+    if kind is float8.Float8Tensor:
+        return arguments[:6]
+    at = _QUANTIZER_AT[kind]
+    return (*arguments[:at], None, *arguments[at + 1 :])
+
+
 _PythonPickler: Any = pickle._Pickler
 
 
@@ -118,16 +132,11 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
             return thing.name
         if isinstance(thing, DType):
             return _Name(f"{_ENGINE}.constants", "DType"), (int(thing),)
-        if isinstance(thing, Float8TensorBase):
-            kind = next(kind for kind in _MODULES if isinstance(thing, kind))
-            _, arguments = thing.__reduce_ex__(2)
-            # A weight takes the quantizer of the parameter that it is loaded into.
-            arguments = (
-                arguments[:6]
-                if kind is float8.Float8Tensor
-                else (*arguments[:7], None, *arguments[8:])
-            )
-            return _Name(_MODULES[kind], _MAKERS[kind].__name__), arguments
+        # torch writes a parameter as a call that takes its tensor, which comes here next.
+        kind = next((kind for kind in _MODULES if isinstance(thing, kind)), None)
+        if kind is not None and not isinstance(thing, torch.nn.Parameter):
+            _, arguments = thing._reduced()
+            return _Name(_MODULES[kind], _MAKERS[kind].__name__), _foreign(kind, arguments)
         return NotImplemented
 
     def save_global(self, thing: Any, name: Any = None) -> None:
