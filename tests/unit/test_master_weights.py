@@ -9,7 +9,7 @@ import te_fast.pytorch as te
 from quantized_tensors import layout, parts, quantizer, scales_there
 from reference import quantize_per_tensor, reciprocal
 from te_fast import dispatch
-from te_fast.errors import ArgumentError, ShapeError, UnsupportedError
+from te_fast.errors import ArgumentError, DeviceError, DtypeError, ShapeError, UnsupportedError
 from te_fast.pytorch.tensor.utils import (
     cast_master_weights_to_fp8,
     post_all_gather_processing,
@@ -307,6 +307,8 @@ def test_raw_memory_that_does_not_fit_is_refused():
             replace_raw_data(tensor, memory)
     with pytest.raises(ArgumentError):
         replace_raw_data(torch.zeros(3), torch.zeros(3))
+    with pytest.raises(ArgumentError, match="expected a tensor as new memory, got NoneType"):
+        replace_raw_data(tensor, None)
 
 
 def test_lists_that_do_not_fit_are_refused():
@@ -336,3 +338,64 @@ def test_lists_that_do_not_fit_are_refused():
         quantize_master_weights([rows], [master], [0], None)
     quantize_master_weights([], [], [], None)
     post_all_gather_processing([torch.zeros(3)])
+
+
+@pytest.mark.parametrize(
+    ("master", "start", "error", "text"),
+    [
+        (torch.ones(256), None, ArgumentError, "start_offset must be an int.*got None"),
+        (torch.ones(256), "0", ArgumentError, "start_offset must be an int.*got '0'"),
+        ([1.0] * 256, 0, ArgumentError, "got list"),
+        (torch.ones(256, dtype=torch.int32), 0, DtypeError, "torch.int32"),
+        (torch.ones(256, device="meta"), 0, DeviceError, "meta device"),
+    ],
+    ids=["no offset", "text", "list", "integers", "meta"],
+)
+@pytest.mark.parametrize("length", [256, 64])
+def test_masters_are_checked_before_any_weight_is_written(master, start, error, text, length):
+    """Of the two lengths the first is that of a whole weight, which a native call takes."""
+    made = [quantizer("current")(torch.ones(16, 16)) for _ in range(2)]
+    before = [weight._value.row.clone() for weight in made]
+    good, bad = torch.full((length,), 5.0), master[:length]
+    with pytest.raises(error, match=text):
+        quantize_master_weights(made, [good, bad], [0, start], None)
+    shards = [torch.zeros(length, dtype=torch.uint8, device=place) for place in ("cpu", "meta")]
+    with pytest.raises(DeviceError, match="shard on cpu, got one on meta"):
+        quantize_master_weights(made, [good, good], [0, 0], None, shards)
+    assert not shards[0].any()
+    for weight, row in zip(made, before, strict=True):
+        assert torch.equal(weight._value.row, row)
+    quantize_master_weights(made, [good, None], [0, None], None)
+    assert torch.equal(made[0].dequantize().view(-1)[:length], good)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_weight_is_processed_without_a_list(kind):
+    weight = weights(torch.randn(128, 256).bfloat16(), kind)
+    row, _, _, _ = parts(weight)
+    torch.randint(0, 100, row.shape, dtype=torch.uint8, out=row)
+    post_all_gather_processing(weight)
+    assert weight.get_usages()["columnwise"]
+    assert torch.equal(parts(weight)[2], row.t())
+
+
+def test_weights_of_two_values_are_moved_and_not_quantised_from_slices():
+    made = te.HybridQuantizer(
+        rowwise_quantizer=quantizer("current"), columnwise_quantizer=te.IdentityQuantizer()
+    )(torch.randn(16, 32).bfloat16())
+    rows, columns = made.rowwise_sub_storage, made.columnwise_sub_storage.dequantize().clone()
+    before, memory = rows._value.row.clone(), torch.zeros(16, 32, dtype=torch.uint8)
+    replace_raw_data(made, memory)
+    assert rows._value.row is memory
+    assert torch.equal(memory, before)
+    with pytest.raises(UnsupportedError, match="two values"):
+        quantize_master_weights([made], [torch.ones(512)], [0], None)
+    rows.update_usage(columnwise_usage=True)
+    memory.copy_(before.flip(0))
+    post_all_gather_processing(made)
+    assert torch.equal(rows._value.col, before.flip(0).t())
+    assert torch.equal(made.columnwise_sub_storage.dequantize(), columns)
+    made.update_usage(rowwise_usage=False)
+    with pytest.raises(UnsupportedError, match="no rowwise sub-storage"):
+        replace_raw_data(made, memory)
+    post_all_gather_processing(made)

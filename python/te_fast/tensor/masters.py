@@ -9,22 +9,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter, index
 from typing import Any
 
 import torch
 
-from te_fast.errors import ArgumentError, DtypeError, ShapeError, UnsupportedError
+from te_fast.errors import ArgumentError, DeviceError, DtypeError, ShapeError, UnsupportedError
 from te_fast.runtime import native
 from te_fast.runtime.layouts import BLOCK, make_columnwise
 from te_fast.tensor.blockwise import Float8BlockwiseQTensor
 from te_fast.tensor.dtypes import TE_DType_To_Torch
 from te_fast.tensor.float8 import Float8Quantizer, Float8Tensor
+from te_fast.tensor.hybrid_tensor import HybridQuantizedTensorStorage
 from te_fast.tensor.identity_tensor import IdentityTensorStorage
 from te_fast.tensor.quantizer import count_write, note_write
+from te_fast.tensor.storage import QuantizedTensorStorage
 from te_fast.tensor.tensor import Float8TensorBase
 
 _F32_MAX = torch.finfo(torch.float32).max
 _HAS_DISTRIBUTED = torch.distributed.is_available()
+#: Types of master weights that a native call casts.
+_CASTABLE = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+# Maps of these take half of a loop's time.
+_dtype_of, _is_meta = attrgetter("dtype"), attrgetter("is_meta")
 
 
 def replace_raw_data(tensor: Any, new_raw_data: torch.Tensor) -> None:
@@ -32,8 +39,9 @@ def replace_raw_data(tensor: Any, new_raw_data: torch.Tensor) -> None:
 
     Parameters
     ----------
-    tensor : Float8Tensor, Float8BlockwiseQTensor or IdentityTensor
-        A quantised tensor with a row layout, or one that holds values.
+    tensor : Float8Tensor, Float8BlockwiseQTensor, IdentityTensor or HybridQuantizedTensor
+        A quantised tensor with a row layout, or one that holds values. Of a tensor of two values, the one that forward
+        reads is moved.
     new_raw_data : torch.Tensor
         uint8 of the same shape, or of the values' type. The data is copied into it, and it is the row layout from now
         on.
@@ -41,7 +49,9 @@ def replace_raw_data(tensor: Any, new_raw_data: torch.Tensor) -> None:
     Raises
     ------
     ArgumentError
-        If `tensor` is of another class.
+        If `tensor` is of another class, or `new_raw_data` is not a tensor.
+    UnsupportedError
+        If a HybridQuantizedTensor has no value that forward reads.
     ShapeError, DtypeError
         If the memory does not fit.
 
@@ -60,6 +70,19 @@ def replace_raw_data(tensor: Any, new_raw_data: torch.Tensor) -> None:
     >>> weight.dequantize().mean(), bool((buffer > 0).all())
     (tensor(1.), True)
     """
+    if not isinstance(new_raw_data, torch.Tensor):
+        message = (
+            f"replace_raw_data: expected a tensor as new memory, got {type(new_raw_data).__name__}"
+        )
+        raise ArgumentError(message)
+    if isinstance(tensor, HybridQuantizedTensorStorage):
+        if tensor._rowwise_storage is None:
+            message = (
+                f"replace_raw_data: the {type(tensor).__name__} has no rowwise sub-storage; call it before "
+                "update_usage drops that"
+            )
+            raise UnsupportedError(message)
+        tensor = tensor._rowwise_storage
     if isinstance(tensor, IdentityTensorStorage):
         former = tensor._values()
         if new_raw_data.stride() != former.stride():
@@ -265,7 +288,7 @@ def quantize_master_weights(
         This rank's slice of each weight in high precision, flat; None if other ranks have all of the weight. Values are
         rounded to the weight's nominal type first, so that sharded training has the bits of training without shards.
     start_offsets : sequence of int or None
-        Index of the slice's first element in the weight.
+        Index of the slice's first element in the weight; None if there is no slice.
     group : torch.distributed.ProcessGroup or None
         Ranks that have the slices.
     fsdp_shard_model_weights : sequence of torch.Tensor or None, optional
@@ -277,10 +300,10 @@ def quantize_master_weights(
 
     Raises
     ------
-    ArgumentError, ShapeError
-        If the lists do not fit; nothing was written then.
+    ArgumentError, ShapeError, DtypeError, DeviceError
+        If the lists, or tensors in them, do not fit; nothing was written then.
     UnsupportedError
-        For blocks of 1x128.
+        For blocks of 1x128, stacks of experts' weights in slices, and weights of two values (HybridQuantizedTensor).
 
     See Also
     --------
@@ -299,7 +322,8 @@ def quantize_master_weights(
     """
     is_alone = _is_alone(group)
     lists = (model_weights, master_weights, start_offsets)
-    if is_alone and fsdp_shard_model_weights is None and native.quantize_whole(*lists):
+    in_place = is_alone and fsdp_shard_model_weights is None
+    if in_place and _may_be_whole(master_weights, start_offsets) and native.quantize_whole(*lists):
         for weight in model_weights:
             if "_high_precision_init_val" in weight.__dict__:
                 weight.clear_high_precision_init_val()
@@ -364,6 +388,16 @@ def _is_alone(group: Any) -> bool:
     return torch.distributed.get_world_size(group=group) == 1
 
 
+def _may_be_whole(masters: Sequence[Any], starts: Sequence[Any]) -> bool:
+    """Whether all master weights can be cast, and begin where their weights do; other arguments are checked later."""
+    try:
+        if any(map(index, starts)) or any(map(_is_meta, masters)):
+            return False
+        return _CASTABLE.issuperset(map(_dtype_of, masters))
+    except (TypeError, AttributeError):  # None among them, or objects of other classes
+        return False
+
+
 def _quantize_alone(part: _Part) -> None:
     """Quantise a weight that only this rank has, both layouts at once."""
     weight = part.weight
@@ -395,6 +429,12 @@ def _parts(
 def _check_weight(weight: Any) -> None:
     if isinstance(weight, IdentityTensorStorage):
         return
+    if isinstance(weight, HybridQuantizedTensorStorage):
+        message = (
+            f"quantize_master_weights: weights of two values ({type(weight).__name__}) are not supported; give whole "
+            "values to the weight's quantize_"
+        )
+        raise UnsupportedError(message)
     if not isinstance(weight, Float8Tensor | Float8BlockwiseQTensor):
         message = (
             f"quantize_master_weights: expected quantised weights, got {type(weight).__name__}"
@@ -416,11 +456,40 @@ def _check_weight(weight: Any) -> None:
         raise UnsupportedError(message)
 
 
-def _part(weight: Any, master: Any, start: int | None, shard: torch.Tensor | None) -> _Part:
+def _begin(master: Any, start: Any) -> int:
+    """Return where a master weight begins in its weight, after a check of both.
+
+    Raises
+    ------
+    ArgumentError, DtypeError, DeviceError
+        If the weight cannot be quantised from it.
+    """
+    if not isinstance(master, torch.Tensor):
+        message = f"quantize_master_weights: expected tensors as master weights, got {type(master).__name__}"
+        raise ArgumentError(message)
+    if not master.is_floating_point():
+        message = f"quantize_master_weights: expected a floating type of master weights, got {master.dtype}"
+        raise DtypeError(message)
+    if master.is_meta:
+        message = (
+            "quantize_master_weights: a master weight is on the meta device, where it has no values"
+        )
+        raise DeviceError(message)
+    try:
+        return index(start)
+    except TypeError as error:
+        message = (
+            f"quantize_master_weights: start_offset must be an int where a master weight is given, got {start!r}; "
+            "give the index of the slice's first element in the weight"
+        )
+        raise ArgumentError(message) from error
+
+
+def _part(weight: Any, master: Any, start: Any, shard: torch.Tensor | None) -> _Part:
     if master is None:
         return _Part(weight, None, 0, None)
-    values = master.detach().to(weight.dtype).contiguous().view(-1)
-    begin = 0 if start is None else start
+    begin = _begin(master, start)
+    values = master.detach().to(weight.device, weight.dtype).contiguous().view(-1)
     if begin < 0 or begin + values.numel() > weight.numel():
         message = (
             f"quantize_master_weights: a slice of {values.numel()} elements at {begin} of a weight that has "
@@ -439,6 +508,11 @@ def _part(weight: Any, master: Any, start: int | None, shard: torch.Tensor | Non
     if raw.numel() != values.numel() * (values.element_size() if is_plain else 1):
         message = f"quantize_master_weights: a shard of {raw.numel()} bytes for a slice of {values.numel()} elements"
         raise ShapeError(message)
+    if raw.device != values.device:
+        message = (
+            f"quantize_master_weights: expected a shard on {values.device}, got one on {raw.device}"
+        )
+        raise DeviceError(message)
     return _Part(weight, values, begin, raw)
 
 
@@ -476,13 +550,14 @@ def cast_master_weights_to_fp8(
     )
 
 
-def post_all_gather_processing(model_weights: Sequence[Any]) -> None:
+def post_all_gather_processing(model_weights: Any) -> None:
     """Make the column layouts of weights after an all-gather of their bytes; plain weights stay as they are.
 
     Parameters
     ----------
-    model_weights : sequence of torch.Tensor
-        The weights. Weights without a column layout whose quantizer makes none get none.
+    model_weights : torch.Tensor or sequence of torch.Tensor
+        The weights. Weights without a column layout whose quantizer makes none get none. The value that backward reads
+        of a HybridQuantizedTensor stays as it is, since no bytes of it are gathered.
 
     See Also
     --------
@@ -499,10 +574,13 @@ def post_all_gather_processing(model_weights: Sequence[Any]) -> None:
     >>> weight.get_usages()
     {'rowwise': True, 'columnwise': True}
     """
-    for weight in model_weights:
-        if not isinstance(weight, Float8TensorBase):
+    is_one = isinstance(model_weights, torch.Tensor | QuantizedTensorStorage)
+    for weight in (model_weights,) if is_one else model_weights:
+        is_hybrid = isinstance(weight, HybridQuantizedTensorStorage)
+        gathered = weight._rowwise_storage if is_hybrid else weight
+        if not isinstance(gathered, Float8TensorBase):
             continue
-        quantizer, value = weight._quantizer, weight._value
+        quantizer, value = gathered._quantizer, gathered._value
         value.note_write()
         if value.col is not None or (quantizer is not None and quantizer.columnwise_usage):
-            make_columnwise(value, type(weight).__name__)
+            make_columnwise(value, type(gathered).__name__)
