@@ -272,6 +272,19 @@ def test_autograd_sees_writes(write, pair):
         y.sum().backward()
 
 
+@pytest.mark.parametrize(
+    "write", [lambda t: t.__setitem__(0, 9.0), lambda t: t.fill_diagonal_(9.0)]
+)
+def test_writes_of_a_part_reach_both_values(write, pair):
+    x = randn(128, 128)
+    tensor = hybrid(*pair)(x.clone())
+    expected = values(pair[0], x).clone()
+    write(tensor)
+    write(expected)
+    columns = values(pair[1], expected, rowwise=False, columnwise=True)
+    same(tensor, values(pair[0], expected), columns)
+
+
 def test_lists_of_tensors(pair):
     def made():
         return [quantizer(randn(32, 32)) for quantizer in (QUANTIZERS["e4m3"](), hybrid(*pair))]

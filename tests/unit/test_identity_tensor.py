@@ -134,6 +134,10 @@ def test_writes_in_place_keep_the_tensor():
     assert tensor.mul_(2) is tensor
     assert torch.equal(tensor.dequantize(), expected.mul_(2))
     assert tensor._version > version
+    tensor[1:, 2] = 3.0
+    expected[1:, 2] = 3.0
+    assert tensor.fill_diagonal_(7.0) is tensor
+    assert torch.equal(tensor.dequantize(), expected.fill_diagonal_(7.0))
     torch._foreach_add_([tensor], [x])
     assert torch.equal(tensor.dequantize(), expected.add_(x))
     plain = torch.zeros(4, 8)

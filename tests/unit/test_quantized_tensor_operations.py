@@ -199,6 +199,74 @@ def test_a_part_takes_bytes_of_its_own_scale_alone(x):
         holds(tensor, values(x, kind)[16:].repeat(2, 1), tensor)
 
 
+@pytest.mark.parametrize(
+    ("index", "value"),
+    [
+        (0, 1.0),
+        ((3, 4), 7.0),
+        ((slice(None), 0), 9.0),
+        ((0, torch.tensor([1, 5])), 2.0),
+        ([2, 7], 3.0),
+        (slice(0, 32), torch.full((256,), 2.0)),
+        (..., 0.5),
+        ((slice(4, 20), slice(16, 48)), torch.full((16, 32), -2.0)),
+    ],
+)
+def test_an_index_is_written(tensor, kind, index, value):
+    version, expected = tensor._version, tensor.dequantize()
+    tensor[index] = value
+    expected[index] = value
+    holds(tensor, values(expected, kind), tensor)
+    assert tensor._version > version
+
+
+def test_an_index_takes_quantised_values_and_bytes_of_one_scale(kind, x):
+    tensor, larger = quantizer(kind)(x), quantizer(kind)(4 * x)
+    expected = tensor.dequantize()
+    expected[:16] = larger.dequantize()[:16]
+    tensor[:16] = larger[:16]
+    holds(tensor, values(expected, kind), tensor)
+    if kind in PER_TENSOR:
+        scale = parts(tensor)[1].clone()
+        tensor[:16] = tensor[16:]
+        assert torch.equal(parts(tensor)[1], scale)
+        assert torch.equal(tensor.dequantize(), values(expected, kind)[16:].repeat(2, 1))
+
+
+def test_an_index_of_whole_blocks_writes_these_alone():
+    tensor = quantizer("2d")(torch.randn(256, 128))
+    before = parts(tensor)[0].clone()
+    tensor[:128] = 5.0
+    assert torch.equal(parts(tensor)[0][128:], before[128:])
+    assert torch.equal(tensor.dequantize()[:128], torch.full((128, 128), 5.0))
+
+
+def test_a_diagonal_is_filled(tensor, kind):
+    expected = tensor.dequantize().fill_diagonal_(9.0)
+    assert tensor.fill_diagonal_(9.0) is tensor
+    holds(tensor, values(expected, kind), tensor)
+
+
+def test_an_index_of_a_part_or_a_leaf_is_refused(kind, x):
+    leaf = quantizer(kind)(x).requires_grad_()
+    with pytest.raises(RuntimeError, match="leaf"):
+        leaf[0] = 1.0
+    if kind in PER_TENSOR:
+        with pytest.raises(QuantizedTensorError, match="part of a tensor"):
+            leaf.detach()[:16][0] = 1.0
+
+
+def test_the_gradient_of_a_written_index(kind, x):
+    base, value = x.float().requires_grad_(), torch.ones(256, requires_grad=True)
+    tensor = quantizer(kind)(base)
+    tensor[3] = value
+    (tensor * 2).sum().backward()
+    expected = torch.full((32, 256), 2.0)
+    expected[3] = 0
+    assert torch.equal(base.grad, expected)
+    assert torch.equal(value.grad, torch.full((256,), 2.0))
+
+
 @pytest.mark.parametrize("kind", [*PER_TENSOR, "2d"])
 def test_a_write_of_a_part_leaves_no_old_column_layout(kind):
     tensor = quantizer(kind)(torch.randn(256, 128))

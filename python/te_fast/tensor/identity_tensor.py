@@ -322,6 +322,10 @@ class IdentityTensor(TensorOverStorage, IdentityTensorStorage):
             storage_offset=self.storage_offset(),
         )
 
+    # Views are views of the values, so that torch's methods write to them.
+    __setitem__: Any = torch.Tensor.__setitem__
+    fill_diagonal_: Any = torch.Tensor.fill_diagonal_
+
     def _wrapped(self, values: torch.Tensor) -> torch.Tensor:
         """Return a result as a tensor of this kind, if it has this one's type."""
         return self._over(values) if values.dtype == self.dtype else values

@@ -218,6 +218,23 @@ def check_whole(tensor: Any) -> None:
         raise QuantizedTensorError(message)
 
 
+def is_written_alone(part: Any, source: Any) -> bool:
+    """Tell whether a view of a tensor can take values without new scales for the rest of the tensor.
+
+    Parameters
+    ----------
+    part : torch.Tensor
+        Result of a slice; a plain tensor is a copy of the values.
+    source : Any
+        What is written.
+    """
+    if not has_native_value(part):
+        return False
+    if not part.__dict__.get("_is_part", False):
+        return True
+    return _takes_bytes(part, source) and _takes_scale(part, source)
+
+
 def _handles(*operators: Any) -> Callable[[Handler], Handler]:
     def register(handler: Handler) -> Handler:
         for operator in operators:

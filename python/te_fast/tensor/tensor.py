@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import EllipsisType
 from typing import Any
 
 import torch
 
-from te_fast.errors import DtypeError, QuantizedTensorError, ShapeError, UnsupportedError
+from te_fast.errors import (
+    DtypeError,
+    QuantizedTensorError,
+    ShapeError,
+    UnsupportedError,
+)
 from te_fast.runtime import native
-from te_fast.tensor.operations import dispatch, moved
+from te_fast.tensor.operations import dispatch, is_written_alone, moved
 from te_fast.tensor.quantizer import Quantizer, note_write
 from te_fast.tensor.sharded import after_gather, before_gather
 from te_fast.tensor.storage import QuantizedTensorStorage, Tensors
@@ -162,6 +168,12 @@ class QuantizedTensor(torch.Tensor):
         return torch.UntypedStorage(0, device=self.device)
 
 
+def _is_basic(index: Any) -> bool:
+    """Tell whether an index asks for a view, and so costs little."""
+    several = index if isinstance(index, tuple) else (index,)
+    return all(isinstance(one, int | slice | EllipsisType | None) for one in several)
+
+
 class TensorOverStorage(QuantizedTensorStorage, QuantizedTensor):
     """Base class of tensors that are storages, too: torch sees their shape, type and device, and not what they hold."""
 
@@ -210,6 +222,43 @@ class TensorOverStorage(QuantizedTensorStorage, QuantizedTensor):
     def _plain_values(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the values without autograd."""
         raise NotImplementedError
+
+    # torch writes to views of the tensor in the following methods. A view that comes dequantised is a copy, so that the
+    # write would be lost.
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Write a part: alone if it has scales of its own, or takes bytes of its scale; else the whole is written.
+
+        Raises
+        ------
+        QuantizedTensorError
+            If this tensor itself is a part that cannot be written.
+        """
+        if _is_basic(index) and is_written_alone(self[index], value):
+            super().__setitem__(index, value)
+            return
+
+        def write(values: torch.Tensor) -> None:
+            values[index] = value
+
+        self._rewrite(write)
+
+    def fill_diagonal_(self, fill_value: Any, wrap: bool = False) -> Any:
+        """Fill the diagonal, as ``torch.Tensor.fill_diagonal_`` does.
+
+        Raises
+        ------
+        QuantizedTensorError
+            If this tensor is a part that cannot be written.
+        """
+        self._rewrite(lambda values: values.fill_diagonal_(fill_value, wrap))
+        return self
+
+    def _rewrite(self, write: Callable[[torch.Tensor], Any]) -> None:
+        """Dequantise, write, and quantise again."""
+        values = self.dequantize()
+        write(values)
+        self.copy_(values)
 
     def prepare_for_saving(self) -> tuple[Tensors, Any]:
         """Return the inner tensors, and a tensor that restores them; the user's tensor stays whole."""
