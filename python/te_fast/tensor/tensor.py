@@ -12,6 +12,7 @@ import torch
 
 from te_fast.errors import (
     DtypeError,
+    MissingAttributeError,
     QuantizedTensorError,
     ShapeError,
     UnsupportedError,
@@ -166,6 +167,37 @@ class QuantizedTensor(torch.Tensor):
     def untyped_storage(self) -> torch.UntypedStorage:
         """Return an empty storage, since inner tensors own the bytes."""
         return torch.UntypedStorage(0, device=self.device)
+
+    # Other libraries -----------------------------------------------------------------------------
+    #
+    # torch hands out the address of a tensor's memory, which is null here.
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return the values as an array of NumPy, as ``torch.Tensor.numpy`` does."""
+        return self.dequantize().numpy(force=force)
+
+    def tolist(self) -> Any:
+        """Return the values as nested lists."""
+        return self.dequantize().tolist()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """Return a capsule of the dequantised values."""
+        return self.dequantize().__dlpack__(**options)
+
+    #: Consumers with this interface, which skips ``__dlpack__``, fall back to that.
+    __dlpack_c_exchange_api__: Any = None
+
+    @property
+    def __cuda_array_interface__(self) -> Any:
+        """No address; an array of the dequantised values would outlive them.
+
+        Raises
+        ------
+        MissingAttributeError
+            Always.
+        """
+        message = f"{type(self).__name__} has no __cuda_array_interface__, since its values are FP8; dequantize() it"
+        raise MissingAttributeError(message)
 
 
 def _is_basic(index: Any) -> bool:
