@@ -13,11 +13,12 @@ import torch._dynamo
 import te_fast
 import te_fast.pytorch as te
 from graphs import assert_trains_alike, compiled, needs_compile, region
+from quantized_tensors import quantizer
 from recipes import RECIPES
 from selection import quickly
 from te_fast import dispatch
 from te_fast.common.recipe import Float8BlockScaling, Float8CurrentScaling
-from te_fast.errors import StateError
+from te_fast.errors import StateError, UnsupportedError
 from te_fast.tensor.primary import is_quantized
 
 pytestmark = [needs_compile, pytest.mark.usefixtures("fresh_dynamo")]
@@ -339,3 +340,43 @@ def test_the_region_around_the_graph():
     with region(recipe):
         assert torch.equal(run(x), torch.relu(layer(x)))
     assert counters()["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "enabled"),
+    quickly(
+        [
+            *product(("LayerNormLinear", "Sequential"), RECIPES, (True, False)),
+            *product(("Linear",), RECIPES, (False,)),
+        ],
+        ("LayerNormLinear", "current", True),
+        ("Linear", "block", False),
+    ),
+)
+def test_a_quantised_input_is_dequantised_where_eager_does(name, kind, enabled):
+    recipe, model = RECIPES[kind](), MAKERS[name]()
+
+    def forward(model, x):
+        with te.autocast(enabled=enabled, recipe=recipe):
+            return model(x)
+
+    results = []
+    for function, each in ((forward, model), (compiled(forward), copy.deepcopy(model))):
+        x = quantizer({"block": "1d"}.get(kind, kind))(torch.randn(32, 128).bfloat16())
+        x.copy_(torch.linspace(-3, 3, 32 * 128).view(32, 128))
+        y = function(each, x.requires_grad_())
+        y.float().square().sum().backward()
+        results.append([y, x.grad, *(parameter.grad for parameter in each.parameters())])
+    for one, two in zip(*results, strict=True):
+        assert torch.equal(one, two)
+
+
+def test_bytes_of_a_quantised_input_are_refused():
+    x = quantizer("current")(torch.randn(32, 128).bfloat16())
+    for ops in ((), (te.ops.Identity(),)):
+        chain = te.ops.Sequential(*ops, te.ops.BasicLinear(128, 128, **OF_OPS))
+        with (
+            pytest.raises(UnsupportedError, match="passes no quantised input"),
+            te.autocast(recipe=Float8CurrentScaling()),
+        ):
+            torch.compile(chain, backend="aot_eager")(x)

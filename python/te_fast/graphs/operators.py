@@ -355,6 +355,13 @@ def apply(
     -------
     torch.Tensor or tuple
         Output; with extra outputs, and those.
+
+    Raises
+    ------
+    ShapeError
+        If `x` is a scalar.
+    UnsupportedError
+        If `x` is quantised and a linear operation would read its bytes, which the operator does not take.
     """
     enabled, epoch, recipe = key_of_region()
     inside = entered.region
@@ -364,6 +371,15 @@ def apply(
             f"{traced.name}: a traced call takes tensors of at least one dimension, got a scalar"
         )
         raise ShapeError(message)
+    if is_quantized(x):
+        if enabled and traced.reads_bytes():
+            message = (
+                f"{traced.name}: a compiled function passes no quantised input to a linear operation that would read "
+                "its FP8 bytes; give the input's dequantize(), or call the layer outside of the compiled function"
+            )
+            raise UnsupportedError(message)
+        x = x.dequantize()
+    extras = tuple([_dequantized(extra) for extra in extras])
     if not enabled:
         params = tuple([tuple([_dequantized(part) for part in parts]) for parts in params])
     # Columns belong to a program: operator.index makes a number of what a trace with dynamic=True has not fixed.

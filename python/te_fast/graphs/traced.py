@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import weakref
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -15,6 +16,9 @@ from te_fast.runtime.compiling import is_exporting, static
 from te_fast.runtime.delayed import DelayedScalingRecipeState
 from te_fast.runtime.global_state import FP8GlobalStateManager
 from te_fast.runtime.module_hooks import are_called_plainly
+
+#: The signature of a program whose first op is linear, of one weight for all rows.
+_BEGINS_WITH_LINEAR = re.compile(r"\[(?:Identity, )*Linear \{[^}]*groups: None")
 
 _numbers = itertools.count(1)
 #: Programs by their numbers.
@@ -192,6 +196,10 @@ class Traced:
         owner: Any = self.owner()
         return owner._parameters.get(name) is not None
 
+    def reads_bytes(self) -> bool:
+        """Tell whether eager calls in FP8 read the bytes of a quantised input; if not, they dequantise it."""
+        return _BEGINS_WITH_LINEAR.match(self.program.signature) is not None
+
     def prepare(
         self,
         key: str,
@@ -320,6 +328,7 @@ class Traced:
 
     is_owner_called_plainly._dynamo_marked_constant = True  # type: ignore[attr-defined]
     owner_has._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    reads_bytes._dynamo_marked_constant = True  # type: ignore[attr-defined]
     prepare._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def exported(
