@@ -6,7 +6,14 @@ import pytest
 import torch
 
 import te_fast.pytorch as te
-from te_fast.errors import ArgumentError, DtypeError, UnsupportedError
+from te_fast.errors import (
+    ArgumentError,
+    DtypeError,
+    QuantizedTensorError,
+    RanksError,
+    ShapeError,
+    UnsupportedError,
+)
 from te_fast.pytorch.tensor.utils import clear_columnwise_cache
 
 E4M3 = te.DType.kFloat8E4M3
@@ -230,3 +237,103 @@ def test_scales_that_do_not_divide_the_values_are_refused(count):
     about = tensor.get_metadata() | {"fp8_scale_inv": torch.ones(count), "data_transpose": None}
     with pytest.raises(ValueError, match=f"stack of {count} values"):
         te.Float8Tensor(shape=tensor.shape, dtype=tensor.dtype, **about)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("internal", [False, True])
+def test_metadata_and_inner_tensors_make_a_tensor(kind, internal):
+    maker = quantizer(kind)
+    maker.internal = internal
+    x = sample()
+    made = maker(x)
+    about = maker.storage_metadata(torch.bfloat16)
+    names = {
+        "_data": "data",
+        "_transpose": "data_transpose",
+        "_scale_inv": "fp8_scale_inv",
+    }
+    tensors = {
+        names.get(name, name.removeprefix("_")): getattr(made, name)
+        for name in maker.inner_tensor_specs(x.shape)
+    }
+    outside = {} if internal else {"shape": x.shape, "dtype": x.dtype}
+    other = about["cls"](**outside, **tensors, **about["nontensor_kwargs"])
+    assert type(other) is type(made)
+    assert torch.equal(other.dequantize(), made.dequantize())
+
+
+def test_a_quantizer_without_bytes_has_no_metadata():
+    with pytest.raises(UnsupportedError, match="storage_metadata"):
+        te.IdentityQuantizer().storage_metadata(torch.bfloat16)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_no_tensor_is_not_quantised(kind):
+    with pytest.raises(DtypeError, match=r"expected a torch.Tensor, got list"):
+        quantizer(kind)([1.0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("internal", [False, True])
+def test_what_is_no_quantizer_is_not_taken(kind, internal):
+    maker = quantizer(kind)
+    maker.internal = internal
+    made = maker(sample())
+    outside = {} if internal else {"shape": made.shape, "dtype": made.dtype}
+    with pytest.raises(DtypeError, match="must be a Quantizer or None, got str"):
+        type(made)(**outside, **made.get_metadata() | {"quantizer": "x"})
+
+
+@pytest.mark.parametrize("epsilon", ["a", -1.0, float("nan"), None])
+def test_a_least_maximum_is_a_number(epsilon):
+    with pytest.raises(ArgumentError, match="amax_epsilon must be a number of 0 or more"):
+        te.Float8CurrentScalingQuantizer(E4M3, "cpu", amax_epsilon=epsilon)
+    with pytest.raises(ArgumentError, match="amax_epsilon must be a number of 0 or more"):
+        te.Float8BlockQuantizer(E4M3, rowwise=True, columnwise=True, amax_epsilon=epsilon)
+
+
+def test_maxima_of_ranks_need_a_group():
+    maker = te.Float8CurrentScalingQuantizer(E4M3, "cpu", with_amax_reduction=True)
+    with pytest.raises(RanksError, match="needs a process group"):
+        maker(sample())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_that_do_not_expand_are_not_copied(kind):
+    made = quantizer(kind)(sample())
+    expected = made.dequantize()
+    with pytest.raises(QuantizedTensorError, match=r"shape \[256, 384\].* got \[3, 3\]"):
+        made.copy_(torch.zeros(3, 3))
+    assert torch.equal(made.dequantize(), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes_of_another_size_are_refused(kind):
+    made = quantizer(kind)(sample())
+    fields = made.get_metadata()
+    expected = made.dequantize()
+    for name in [name for name in type(made)._INNER_TENSORS if "scale" not in name]:
+        with pytest.raises(ShapeError, match="must be of 98304 bytes"):
+            setattr(made, name, torch.zeros(3, 3, dtype=torch.uint8))
+        setattr(made, name, getattr(made, name).clone())
+    assert torch.equal(made.dequantize(), expected)
+    for name, value in fields.items():
+        if isinstance(value, torch.Tensor) and value.dtype is torch.uint8:
+            with pytest.raises(ShapeError, match="must be of 98304 bytes"):
+                type(made)(made.shape, made.dtype, **fields | {name: value[:8]})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes_of_the_same_size_and_none_are_taken(kind):
+    made = quantizer(kind)(sample())
+    row, column = (
+        type(made)._INNER_TENSORS[0],
+        "_transpose" if kind in ("delayed", "current") else "_columnwise_data",
+    )
+    expected, flat = made.dequantize(), getattr(made, row).clone().view(-1)
+    setattr(made, column, None)
+    setattr(made, row, None)
+    setattr(made, row, flat)
+    assert getattr(made, row) is flat
+    setattr(made, row, flat.view(made.shape))
+    assert torch.equal(made.dequantize(), expected)

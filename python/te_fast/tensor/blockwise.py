@@ -13,10 +13,11 @@ from te_fast.recipe import Float8BlockScaling, Recipe
 from te_fast.runtime import native
 from te_fast.runtime.layouts import BLOCK, columnwise_shape, make_columnwise
 from te_fast.tensor.dtypes import DType, fp8_name
-from te_fast.tensor.quantizer import ComparedBySettings, Float8QuantizerBase, Rule
+from te_fast.tensor.quantizer import ComparedBySettings, Float8QuantizerBase, Rule, check_epsilon
 from te_fast.tensor.storage import (
     QuantizedTensorStorage,
     check_bytes,
+    check_quantizer,
     field,
     whole_size,
 )
@@ -146,6 +147,7 @@ class Float8BlockwiseQTensorStorage(QuantizedTensorStorage):
         **kwargs: Any,
     ) -> Any:
         """Make a storage over these tensors."""
+        check_quantizer(quantizer, cls.__name__)
         tensors = rowwise_data, rowwise_scale_inv, columnwise_data, columnwise_scale_inv
         value = _value_of(is_2D_scaled, fp8_dtype, tensors)
         return cls._storage_of(value, fake_dtype or torch.float32, quantizer)
@@ -298,6 +300,8 @@ class Float8BlockwiseQTensor(Float8BlockwiseQTensorStorage, Float8TensorBase):
             )
             raise QuantizedTensorError(message)
         tensors = rowwise_data, rowwise_scale_inv, columnwise_data, columnwise_scale_inv
+        check_quantizer(quantizer, cls.__name__)
+        check_bytes(tensors[::2], cls.__name__, torch.Size(shape))
         value = _value_of(is_2D_scaled, fp8_dtype, tensors)
         made = cls._of_value(value, shape, dtype, quantizer, device=device, stride=stride)
         return made.requires_grad_() if requires_grad else made
@@ -438,6 +442,7 @@ class Float8BlockQuantizer(ComparedBySettings, Float8QuantizerBase):
                 f"Float8BlockQuantizer: block_scaling_dim must be 1 or 2, got {block_scaling_dim!r}"
             )
             raise ArgumentError(message)
+        check_epsilon("Float8BlockQuantizer", amax_epsilon)
         self.block_len = BLOCK
         self.amax_epsilon = amax_epsilon
         self.force_pow_2_scales = force_pow_2_scales
@@ -449,6 +454,12 @@ class Float8BlockQuantizer(ComparedBySettings, Float8QuantizerBase):
 
     def _rule(self) -> Rule:
         return (False, self.amax_epsilon, self.force_pow_2_scales)
+
+    def storage_metadata(self, fake_dtype: torch.dtype) -> dict[str, Any]:
+        """Return the class of the quantised tensors, and the keywords of its constructor that are no tensors."""
+        made = super().storage_metadata(fake_dtype)
+        made["nontensor_kwargs"]["is_2D_scaled"] = self._block == 2
+        return made
 
     def get_scale_shape(self, shape: Sequence[int], columnwise: bool) -> tuple[int, int]:
         """Return the shape of a layout's scales.

@@ -8,21 +8,32 @@ from typing import Any
 
 import torch
 
-from te_fast.errors import QuantizedTensorError, ShapeError, UnsupportedError
+from te_fast.errors import QuantizedTensorError, RanksError, ShapeError, UnsupportedError
 from te_fast.recipe import DelayedScaling, Float8CurrentScaling, Recipe
 from te_fast.runtime import native
 from te_fast.runtime.layouts import columnwise_shape, make_columnwise
 from te_fast.tensor.dtypes import DType, fp8_name
-from te_fast.tensor.quantizer import Cast, ComparedBySettings, Float8QuantizerBase, Rule
+from te_fast.tensor.quantizer import (
+    Cast,
+    ComparedBySettings,
+    Float8QuantizerBase,
+    Rule,
+    check_epsilon,
+)
 from te_fast.tensor.storage import (
     QuantizedTensorStorage,
     check_bytes,
+    check_quantizer,
     field,
     whole_size,
 )
 from te_fast.tensor.tensor import Float8TensorBase
 
 _BYTES = (torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def _has_group() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 class Float8TensorStorage(QuantizedTensorStorage):
@@ -84,6 +95,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
         **kwargs: Any,
     ) -> Any:
         """Make a storage over these tensors."""
+        check_quantizer(quantizer, cls.__name__)
         value = _value_of(fp8_dtype, data, fp8_scale_inv, data_transpose, transpose_invalid)
         return cls._storage_of(value, fake_dtype or torch.float32, quantizer)
 
@@ -242,6 +254,8 @@ class Float8Tensor(Float8TensorStorage, Float8TensorBase):
         if fake_dtype is not None and fake_dtype != dtype:
             message = f"Float8Tensor: fake_dtype {fake_dtype} does not match dtype {dtype}"
             raise QuantizedTensorError(message)
+        check_quantizer(quantizer, cls.__name__)
+        check_bytes((data, data_transpose), cls.__name__, torch.Size(shape))
         value = _value_of(fp8_dtype, data, fp8_scale_inv, data_transpose, transpose_invalid)
         made = cls._of_value(value, shape, dtype, quantizer, device=device, stride=stride)
         return made.requires_grad_() if requires_grad else made
@@ -519,6 +533,7 @@ class Float8CurrentScalingQuantizer(ComparedBySettings, _PerTensorQuantizer):
                 "the scale follows from each tensor"
             )
             warnings.warn(message, DeprecationWarning, stacklevel=2)
+        check_epsilon("Float8CurrentScalingQuantizer", amax_epsilon)
         self.with_amax_reduction = with_amax_reduction
         self.amax_reduction_group = amax_reduction_group
         self.force_pow_2_scales = force_pow_2_scales
@@ -533,6 +548,12 @@ class Float8CurrentScalingQuantizer(ComparedBySettings, _PerTensorQuantizer):
         if not self.with_amax_reduction:
             super()._write(src, value, noop)
             return
+        if self.amax_reduction_group is None and not _has_group():
+            message = (
+                f"{type(self).__name__}: with_amax_reduction needs a process group, and torch.distributed has none; "
+                "initialise it, or leave with_amax_reduction out"
+            )
+            raise RanksError(message)
         amax = native.amax(src)
         torch.distributed.all_reduce(
             amax, op=torch.distributed.ReduceOp.MAX, group=self.amax_reduction_group

@@ -11,7 +11,13 @@ import torch
 from te_fast.errors import ArgumentError, DtypeError, QuantizedTensorError, UnsupportedError
 from te_fast.recipe import CustomRecipe, Recipe
 from te_fast.recipe.roles import QuantizerRequest
-from te_fast.tensor.operations import check_whole, in_high_precision, moved, shares_versions
+from te_fast.tensor.operations import (
+    check_whole,
+    expanded,
+    in_high_precision,
+    moved,
+    shares_versions,
+)
 from te_fast.tensor.quantizer import Quantizer, count_write, device_of, plain_values
 from te_fast.tensor.storage import QuantizedTensorStorage, Tensors
 from te_fast.tensor.tensor import QuantizedTensor, TensorOverStorage
@@ -442,7 +448,7 @@ class HybridQuantizedTensor(TensorOverStorage, HybridQuantizedTensorStorage):
                     own.copy_(other)
                 return self
         values = source.dequantize() if isinstance(source, QuantizedTensorStorage) else source
-        return self.quantize_(values.to(self.dtype).expand(self.shape))
+        return self.quantize_(expanded(values.to(self.dtype), self))
 
     def _new(self, func: Any, others: Any, kwargs: dict[str, Any]) -> Any:
         if kwargs.get("dtype") not in (None, self.dtype):

@@ -235,6 +235,26 @@ def is_written_alone(part: Any, source: Any) -> bool:
     return _takes_bytes(part, source) and _takes_scale(part, source)
 
 
+def expanded(values: torch.Tensor, target: Any) -> torch.Tensor:
+    """Return values in the shape of the tensor that they are copied to.
+
+    Raises
+    ------
+    QuantizedTensorError
+        If they cannot be expanded to it.
+    """
+    if values.shape == target.shape:
+        return values
+    try:
+        return values.expand(target.shape)
+    except RuntimeError as error:
+        message = (
+            f"{type(target).__name__}: copy_ takes values of shape {list(target.shape)}, or of one that expands to it, "
+            f"got {list(values.shape)}"
+        )
+        raise QuantizedTensorError(message) from error
+
+
 def _handles(*operators: Any) -> Callable[[Handler], Handler]:
     def register(handler: Handler) -> Handler:
         for operator in operators:
@@ -492,9 +512,7 @@ def _copy(target: Any, source: Any, non_blocking: bool = False) -> Any:
         return target
     values = _plain(source)
     check_whole(target)
-    if values.shape != target.shape:
-        values = values.expand(target.shape)
-    target.quantize_(values)
+    target.quantize_(expanded(values, target))
     return target
 
 

@@ -6,11 +6,12 @@ import copy
 import functools
 from abc import ABC
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any, ClassVar
 
 import torch
 
-from te_fast.errors import DtypeError, QuantizedTensorError, UnsupportedError
+from te_fast.errors import ArgumentError, DtypeError, QuantizedTensorError, UnsupportedError
 from te_fast.recipe import Recipe
 from te_fast.runtime import native
 from te_fast.tensor.dtypes import DType, fp8_name
@@ -172,6 +173,27 @@ class Quantizer(ABC):
         method = "inner_tensor_specs"
         raise self._lacks(method)
 
+    def storage_metadata(self, fake_dtype: torch.dtype) -> dict[str, Any]:
+        """Return the class of the quantised tensors, and the keywords of its constructor that are no tensors.
+
+        Parameters
+        ----------
+        fake_dtype : torch.dtype
+            Nominal type.
+
+        Returns
+        -------
+        dict
+            ``cls``, and the keywords as ``nontensor_kwargs``.
+
+        Raises
+        ------
+        UnsupportedError
+            If the quantizer makes no tensors of bytes and scales.
+        """
+        method = "storage_metadata"
+        raise self._lacks(method)
+
     def alloc_tensors(
         self, shape: Sequence[int], *, device: torch.device | str | None = None
     ) -> dict[str, torch.Tensor]:
@@ -301,13 +323,19 @@ class Float8QuantizerBase(Quantizer):
         super().__init_subclass__(**options)
         cls._only_casts = cls.update_quantized is Float8QuantizerBase.update_quantized
 
+    def storage_metadata(self, fake_dtype: torch.dtype) -> dict[str, Any]:
+        """Return the class of the quantised tensors, and the keywords of its constructor that are no tensors."""
+        fields = {"fp8_dtype": self.dtype, "quantizer": self, "fake_dtype": fake_dtype}
+        made = self._storage_class if self.internal else self._tensor_class
+        return {"cls": made, "nontensor_kwargs": fields}
+
     def _fresh_value(self) -> native.QuantizedValue:
         kind = self._block, fp8_name(self.dtype)
         return native.QuantizedValue(*kind, None, None, None, None, self._groups)
 
     def quantize_impl(self, tensor: torch.Tensor) -> Any:
         """Quantise a tensor without autograd."""
-        src = _source(tensor, tensor.device)
+        src = plain_values(tensor).contiguous()
         value = self._fresh_value()
         self._write(src, value, None)
         if self.internal:
@@ -398,6 +426,19 @@ class Float8QuantizerBase(Quantizer):
             setattr(made, name, inner)
         value.col_is_valid = True
         return made.requires_grad_() if requires_grad and not self.internal else made
+
+
+def check_epsilon(owner: str, amax_epsilon: Any) -> None:
+    """Refuse a least maximum that is no number.
+
+    Raises
+    ------
+    ArgumentError
+        If `amax_epsilon` is not a number of 0 or more.
+    """
+    if not isinstance(amax_epsilon, Real) or not float(amax_epsilon) >= 0:
+        message = f"{owner}: amax_epsilon must be a number of 0 or more, got {amax_epsilon!r}"
+        raise ArgumentError(message)
 
 
 def device_of(device: torch.device | str | None) -> torch.device:

@@ -19,9 +19,11 @@ from te_fast.errors import (
     DtypeError,
     MissingAttributeError,
     QuantizedTensorError,
+    ShapeError,
     TeFastError,
 )
 from te_fast.runtime import native
+from te_fast.runtime.compiling import is_traced
 from te_fast.runtime.layouts import make_columnwise
 from te_fast.tensor.dtypes import FROM_NATIVE, DType, fp8_name
 
@@ -36,18 +38,46 @@ def has_native_value(tensor: Any) -> bool:
     return isinstance(tensor, QuantizedTensorStorage) and "_value" in tensor.__dict__
 
 
-def check_bytes(tensors: Iterable[torch.Tensor | None], owner: str) -> None:
-    """Refuse data with wider elements, since kernels read bytes.
+def check_bytes(
+    tensors: Iterable[torch.Tensor | None], owner: str, shape: torch.Size | None = None
+) -> None:
+    """Refuse data with wider elements, since kernels read bytes, and data of another size than a shape.
 
     Raises
     ------
     DtypeError
         If elements are not one byte wide.
+    ShapeError
+        If their number is not that of `shape`; flattened data fits.
     """
     for tensor in tensors:
-        if tensor is not None and tensor.dtype.itemsize != 1:
+        if tensor is None:
+            continue
+        if tensor.dtype.itemsize != 1:
             message = f"{owner}: data must be torch.uint8, got {tensor.dtype}"
             raise DtypeError(message)
+        # A comparison of a trace's symbolic sizes would become a guard.
+        if shape is not None and not is_traced(tensor) and tensor.numel() != shape.numel():
+            message = (
+                f"{owner} of shape {list(shape)}: data must be of {shape.numel()} bytes, got a tensor of shape "
+                f"{list(tensor.shape)}; make a new tensor for another shape"
+            )
+            raise ShapeError(message)
+
+
+def check_quantizer(quantizer: Any, owner: str) -> None:
+    """Refuse an object that is no quantizer.
+
+    Raises
+    ------
+    DtypeError
+        If `quantizer` is neither a quantizer nor None.
+    """
+    from te_fast.tensor.quantizer import Quantizer
+
+    if not isinstance(quantizer, Quantizer | None):
+        message = f"{owner}: quantizer must be a Quantizer or None, got {type(quantizer).__name__}"
+        raise DtypeError(message)
 
 
 def field(name: str, doc: str) -> Any:
@@ -56,7 +86,8 @@ def field(name: str, doc: str) -> Any:
 
     def write(self: QuantizedTensorStorage, tensor: torch.Tensor | None) -> None:
         if holds_bytes:
-            check_bytes((tensor,), type(self).__name__)
+            shape = self.shape if isinstance(self, torch.Tensor) else None
+            check_bytes((tensor,), type(self).__name__, shape)
         setattr(self._value, name, tensor)
 
     def delete(self: QuantizedTensorStorage) -> None:
