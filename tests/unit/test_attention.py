@@ -12,7 +12,7 @@ import te_fast.pytorch as te
 from attention_reference import F64, attend_one, attends, slopes_of
 from te_fast.attention.scores import backends
 from te_fast.common.recipe import DelayedScaling, Float8CurrentScaling
-from te_fast.errors import DtypeError, ShapeError, UnsupportedError
+from te_fast.errors import ArgumentError, DeviceError, DtypeError, ShapeError, UnsupportedError
 from te_fast.runtime.compiling import CAN_COMPILE
 
 HEADS, GROUPS, D = 4, 2, 8
@@ -651,3 +651,142 @@ def test_attributes_of_the_mask_may_change(name, value):
     setattr(changed, name, value)
     made = te.DotProductAttention(4, 16, attention_dropout=0.0, **{name: value})
     assert torch.equal(changed(*tensors), made(*tensors))
+
+
+def cumulative(*ends, dtype=torch.int32):
+    return torch.tensor(ends, dtype=dtype)
+
+
+WRONG_LENGTHS = {
+    "fewer than sequences": (cumulative(0, 3), ShapeError, "batch"),
+    "more than tokens": (
+        cumulative(0, 3, 12),
+        ShapeError,
+        "12 tokens, and there are 8|9 tokens, and there are 8",
+    ),
+    "decreasing": (cumulative(0, 8, 3), ShapeError, "must not decrease"),
+    "of floats": (cumulative(0, 3, 8, dtype=torch.float32), ShapeError, "float32"),
+    "a list": ([0, 3, 8], DtypeError, "cu_seqlens_q must be a torch.Tensor"),
+    "elsewhere": (cumulative(0, 3, 8).to("meta"), DeviceError, "must be on cpu"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_LENGTHS)
+def test_lengths_that_contradict_padded_heads(name):
+    lengths, error, text = WRONG_LENGTHS[name]
+    q = torch.randn(2, 8, HEADS, D)
+    layer = te.DotProductAttention(HEADS, D, qkv_format="bshd", attn_mask_type="padding")
+    with pytest.raises(error, match=text):
+        layer(q, q, q, cu_seqlens_q=lengths, cu_seqlens_kv=lengths)
+
+
+WRONG_PACKINGS = {
+    "beyond the tensor": ({"cu_seqlens_q": cumulative(0, 6, 16)}, ShapeError, "which has 8"),
+    "decreasing": ({"cu_seqlens_q": cumulative(0, 8, 3)}, ShapeError, "must not decrease"),
+    "a list": ({"cu_seqlens_q": [0, 8]}, DtypeError, "must be a torch.Tensor, got list"),
+    "too short": ({"max_seqlen_q": 2}, ShapeError, "max_seqlen_q must be at least 5"),
+    "too short for keys": ({"max_seqlen_kv": 4}, ShapeError, "max_seqlen_kv must be at least 5"),
+    "no number": ({"max_seqlen_q": "a"}, DtypeError, "max_seqlen_q must be an integer"),
+    "fewer starts": ({"cu_seqlens_q_padded": cumulative(0, 4)}, ShapeError, "3 elements"),
+    "overlapping": ({"cu_seqlens_q_padded": cumulative(0, 2, 8)}, ShapeError, "each once"),
+    "starts in a list": ({"cu_seqlens_kv_padded": [0, 3, 8]}, DtypeError, "torch.Tensor"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_PACKINGS)
+def test_lengths_that_contradict_packed_heads(name):
+    wrong, error, text = WRONG_PACKINGS[name]
+    t = torch.randn(8, HEADS, D)
+    ends = cumulative(0, 3, 8)
+    layer = te.DotProductAttention(HEADS, D, qkv_format="thd", attn_mask_type="padding")
+    with pytest.raises(error, match=text):
+        layer(t, t, t, **{"cu_seqlens_q": ends, "cu_seqlens_kv": ends, **wrong})
+
+
+def mask_of(*shape):
+    return torch.zeros(shape, dtype=torch.bool)
+
+
+ARBITRARY = {"attn_mask_type": "arbitrary"}
+PADDING = {"attn_mask_type": "padding"}
+BIAS = {"core_attention_bias_type": "post_scale_bias"}
+ALIBI = {"core_attention_bias_type": "alibi"}
+WRONG_ARGUMENTS = {
+    "mask of other keys": ({"attention_mask": mask_of(2, 1, 8, 9), **ARBITRARY}, ShapeError),
+    "mask of other heads": ({"attention_mask": mask_of(2, 3, 8, 8), **ARBITRARY}, ShapeError),
+    "mask of one dimension": ({"attention_mask": mask_of(5), **ARBITRARY}, ShapeError),
+    "padding by a number": ({"attention_mask": 5, **PADDING}, DtypeError),
+    "padding by nothing": ({"attention_mask": (None, None), **PADDING}, DtypeError),
+    "bias of other keys": ({"core_attention_bias": torch.zeros(1, 4, 8, 9), **BIAS}, ShapeError),
+    "bias of other heads": ({"core_attention_bias": torch.zeros(1, 3, 8, 8), **BIAS}, ShapeError),
+    "bias in a list": ({"core_attention_bias": [1], **BIAS}, DtypeError),
+    "slopes in a list": ({"alibi_slopes": [1, 2, 3, 4], **ALIBI}, DtypeError),
+    "slopes of other sequences": ({"alibi_slopes": torch.ones(3, 4), **ALIBI}, ShapeError),
+    "bound by a name": ({"softcap": "a"}, DtypeError),
+    "caches by a number": ({"inference_params": 3, **PADDING}, DtypeError),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_ARGUMENTS)
+def test_arguments_that_do_not_fit_name_the_layer(name):
+    given, error = WRONG_ARGUMENTS[name]
+    q = torch.randn(8, 2, HEADS, D)
+    layer = te.DotProductAttention(HEADS, D, name="mine")
+    argument = next(argument for argument in given if not argument.endswith("type"))
+    with pytest.raises(error, match=f"mine: .*{argument}|mine: a padding mask"):
+        layer(q, q, q, **given)
+
+
+def test_a_mask_of_fewer_dimensions_broadcasts():
+    q = torch.randn(2, 6, HEADS, D)
+    layer = te.DotProductAttention(HEADS, D, qkv_format="bshd", return_max_logit=True)
+    mask = torch.tensor([0, 0, 1, 0, 1, 1]).bool()
+    given = {"attn_mask_type": "arbitrary"}
+    for got, wanted in zip(
+        layer(q, q, q, mask, **given),
+        layer(q, q, q, mask.expand(2, 1, 6, 6), **given),
+        strict=True,
+    ):
+        assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float8_e4m3fn, torch.complex64])
+def test_heads_of_other_types_are_refused(dtype):
+    q = torch.ones(8, 2, HEADS, D).to(dtype)
+    with pytest.raises(DtypeError, match="queries, keys and values must be of one type"):
+        te.DotProductAttention(HEADS, D)(q, q, q)
+
+
+def test_heads_on_several_devices_are_refused():
+    q = torch.ones(8, 2, HEADS, D)
+    with pytest.raises(DeviceError, match="must be on one device, got cpu, meta, cpu"):
+        te.DotProductAttention(HEADS, D)(q, q.to("meta"), q)
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ({"kv_channels": (16, 16, 16)}, ShapeError),
+        ({"attention_dropout": 1.5}, ArgumentError),
+        ({"attention_dropout": -0.5}, ArgumentError),
+        ({"attention_dropout": "a"}, DtypeError),
+        ({"softmax_scale": "a"}, DtypeError),
+        ({"softcap": "a"}, DtypeError),
+    ],
+)
+def test_options_that_are_out_of_range(given, error):
+    with pytest.raises(error, match=next(iter(given))):
+        te.DotProductAttention(HEADS, **{"kv_channels": D, **given})
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(0, 0), (4, 0), (0, 4)])
+@pytest.mark.parametrize("softmax", ["vanilla", "learnable"])
+@pytest.mark.parametrize("bias", ["no_bias", "alibi"])
+def test_the_largest_of_no_scores(queries, keys, softmax, bias):
+    q, k = torch.randn(queries, HEADS, D), torch.randn(keys, HEADS, D)
+    options = {"return_max_logit": True, "softmax_type": softmax, "device": "cpu"}
+    layer = te.DotProductAttention(HEADS, D, qkv_format="thd", attn_mask_type="padding", **options)
+    ends = {"cu_seqlens_q": cumulative(0, queries), "cu_seqlens_kv": cumulative(0, keys)}
+    out, largest = layer(q, k, k, core_attention_bias_type=bias, **ends)
+    assert torch.equal(out, torch.zeros(queries, HEADS * D))
+    assert torch.equal(largest, torch.full((HEADS,), -math.inf))

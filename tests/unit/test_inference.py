@@ -259,3 +259,116 @@ def test_operations_of_a_step_serve_later_steps(fmt, paged):
         found = run(captured, graph)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("fmt", ["bshd", "sbhd", "thd"])
+@torch.no_grad()
+def test_a_step_has_the_tokens_that_were_announced(fmt):
+    layer, params = make(fmt), caches(fmt)
+    parts = [torch.randn(2, HIDDEN), torch.randn(2, HIDDEN)]
+    x = laid_out(parts, fmt)
+    with pytest.raises(StateError, match="call pre_step"):
+        layer(x, inference_params=params)
+    params.pre_step(OrderedDict(a=4, b=4))
+    with pytest.raises(ShapeError, match="there must be"):
+        layer(x, inference_params=params)
+    params.reset()
+    with pytest.raises(StateError, match="call pre_step"):
+        layer(x, inference_params=params)
+    params.pre_step(OrderedDict(a=2, b=2))
+    layer(x, inference_params=params)
+
+
+@torch.no_grad()
+def test_a_step_of_packed_tokens_keeps_to_the_longest_context():
+    layer, params = make("thd"), caches("thd")
+    params.pre_step(OrderedDict(a=8))
+    with pytest.raises(ShapeError, match="max_ctx_len = 7"):
+        layer(torch.randn(8, HIDDEN), inference_params=params)
+
+
+@pytest.mark.parametrize(
+    ("step", "error", "text"),
+    [
+        ([1, 2], DtypeError, "got list"),
+        ({"a": -3}, ShapeError, "tokens of sequence 'a' must not be negative"),
+        ({"a": "x"}, DtypeError, "tokens of sequence 'a' must be an integer"),
+    ],
+)
+def test_steps_that_are_none(step, error, text):
+    params = caches("bshd")
+    with pytest.raises(error, match=text):
+        params.pre_step(step)
+    assert not params.sequences
+
+
+@pytest.mark.parametrize("wrong", [{"num_heads_kv": 4}, {"head_dim_k": 4}, {"head_dim_v": 4}])
+@pytest.mark.parametrize("paged", [False, True])
+@torch.no_grad()
+def test_caches_of_other_heads(wrong, paged):
+    pages = {"is_paged": True, "page_size": 4, "total_num_pages": 4} if paged else {}
+    sizes = {"num_heads_kv": GROUPS, "head_dim_k": D, "dtype": torch.float32, **wrong}
+    params = te.InferenceParams(1, LONGEST, **sizes, **pages)
+    params.pre_step(OrderedDict(a=2))
+    with pytest.raises(ShapeError, match="InferenceParams: the caches have"):
+        make("bshd")(torch.randn(1, 2, HIDDEN), inference_params=params)
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ({"max_batch_size": -2}, ShapeError),
+        ({"max_sequence_length": "a"}, DtypeError),
+        ({"dtype": "float"}, DtypeError),
+        ({"is_paged": True, "page_size": 0, "total_num_pages": 2}, ShapeError),
+        ({"is_paged": True, "page_size": -4, "total_num_pages": -8}, ShapeError),
+    ],
+)
+def test_sizes_of_caches_that_are_none(given, error):
+    sizes = {"max_batch_size": 2, "max_sequence_length": 16, "num_heads_kv": 2, "head_dim_k": 8}
+    with pytest.raises(error, match="InferenceParams: "):
+        te.InferenceParams(**{**sizes, "dtype": torch.float32, **given})
+
+
+class PagesOfTransformerEngine(PagedKVCacheManager):
+    """Takes and frees pages by the methods that Transformer Engine's manager has."""
+
+    def pre_step(self, step_dict):
+        for name in [name for name in self.sequences if name not in step_dict]:
+            self.sequences.pop(name)
+            self.deallocate_sequence(name)
+        for name, tokens in step_dict.items():
+            if name not in self.sequences:
+                self.allocate_sequence(name, tokens)
+            elif self.sequences[name] % self.page_size == 0:
+                self.allocate_page(name)
+            self.sequences[name] = self.sequences.get(name, 0) + tokens
+        self.page_table = self.get_page_table(list(self.sequences))
+        return self.sequences
+
+
+@torch.no_grad()
+def test_a_manager_with_the_methods_of_transformer_engine():
+    layer = make("bshd")
+    sizes = {"num_heads_kv": GROUPS, "head_dim_k": D, "dtype": torch.float32}
+    pages = {"is_paged": True, "page_size": 4, "total_num_pages": 2 * LONGEST // 4}
+    both = [
+        te.InferenceParams(2, LONGEST, **sizes, **pages, custom_cache_manager=kind)
+        for kind in (PagesOfTransformerEngine, None)
+    ]
+    for step in ({"a": 4, "b": 3}, {"a": 1, "b": 1}, {"b": 1, "c": 1}):
+        x = torch.randn(2, max(step.values()), HIDDEN)
+        results = []
+        for params in both:
+            params.pre_step(OrderedDict(step))
+            results.append(layer(x, inference_params=params))
+        assert torch.equal(*results)
+    manager = both[0].cache_manager
+    assert manager.get_sequence_count() == 2
+    assert manager.get_sequence_lengths() == [5, 1]
+    assert [manager.get_page_count(name) for name in "abc"] == [0, 2, 1]
+    assert manager.get_page_table(["b", "c"])[0, :2].tolist() == manager.get_page_list("b")
+    manager.allocate_sequence("d", 5 * 4)
+    assert not manager.has_free_page()
+    with pytest.raises(StateError, match="all taken"):
+        manager.allocate_page("d")

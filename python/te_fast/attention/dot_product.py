@@ -5,13 +5,28 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from te_fast import _config
 from te_fast.attention import scores as core
-from te_fast.attention.inference import InferenceParams
+from te_fast.attention.arguments import (
+    Lengths,
+    channels_of,
+    check_bias,
+    check_heads,
+    check_lengths,
+    check_name,
+    check_packing,
+    check_padding,
+    check_scores,
+    checked_cap,
+    checked_number,
+    checked_probability,
+    unpacked,
+)
+from te_fast.attention.inference import InferenceParams, check_caches
 from te_fast.attention.rules import (
     BIAS_TYPES,
     DISPATCHES,
@@ -37,45 +52,6 @@ from te_fast.runtime.recompute import checkpoint
 from te_fast.state import extra_state
 
 Mask = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
-
-
-class Lengths(NamedTuple):
-    """Where the sequences of queries and keys lie: cumulative lengths and starts, and the longest lengths."""
-
-    q: torch.Tensor | None = None
-    kv: torch.Tensor | None = None
-    q_starts: torch.Tensor | None = None
-    kv_starts: torch.Tensor | None = None
-    longest_q: int | None = None
-    longest_kv: int | None = None
-
-
-def _unpacked(
-    layer: str, packed: tuple[Any, Any], heads: tuple[Any, Any, Any], fmt: str, dim: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return queries, keys and values; some of them may be given as one tensor."""
-    qkv, kv = packed
-    q, k, v = heads
-    if dim not in (-3, -2):
-        message = f"{layer}: qkv_interleave_dim must be -3 or -2, got {dim}"
-        raise ShapeError(message)
-    given = qkv if qkv is not None else kv
-    name, parts = ("qkv_layer", 3) if qkv is not None else ("kv_layer", 2)
-    alone = (q, k, v) if qkv is not None else (k, v)
-    if (qkv is not None and kv is not None) or any(part is not None for part in alone):
-        message = f"{layer}: {name} stands for tensors that are given, too; pass one of them"
-        raise ShapeError(message)
-    if given.dim() != len(fmt) + 1 or given.shape[dim] != parts or (qkv is None and q is None):
-        message = (
-            f"{layer}: {name} must have {len(fmt) + 1} dimensions in {fmt}, of which dimension {dim} has size {parts}, "
-            f"{'' if qkv is not None else 'beside query_layer, '}got shape {list(given.shape)}"
-        )
-        raise ShapeError(message)
-    if qkv is not None:
-        q, k, v = given.unbind(dim)
-    else:
-        k, v = given.unbind(dim)
-    return q, k, v
 
 
 class DotProductAttention(TransformerEngineBaseModule):
@@ -194,22 +170,18 @@ class DotProductAttention(TransformerEngineBaseModule):
         super().__init__(name)
         # No norm and no product here is split by rows.
         self._share_among_ranks(tp_group, tp_size, sequence_parallel=False)
-        key, value = (
-            kv_channels if isinstance(kv_channels, tuple | list) else (kv_channels, kv_channels)
-        )
+        key, value = channels_of(self.name, kv_channels)
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
         check_sizes(self.name, num_attention_heads=num_attention_heads, num_gqa_groups=groups)
-        check_sizes(self.name, kv_channels=key)
-        check_sizes(self.name, kv_channels=value)
         if groups == 0 or num_attention_heads % groups:
             message = (
                 f"{self.name}: num_attention_heads must be a multiple of num_gqa_groups, got {num_attention_heads} "
                 f"and {groups}"
             )
             raise ShapeError(message)
-        _check_name(self.name, "qkv_format", qkv_format, FORMATS)
-        _check_name(self.name, "attention_type", attention_type, ("self", "cross"))
-        _check_name(self.name, "softmax_type", softmax_type, SOFTMAX_TYPES)
+        check_name(self.name, "qkv_format", qkv_format, FORMATS)
+        check_name(self.name, "attention_type", attention_type, ("self", "cross"))
+        check_name(self.name, "softmax_type", softmax_type, SOFTMAX_TYPES)
         self.num_attention_heads, self.num_gqa_groups = num_attention_heads, groups
         self.num_gqa_groups_per_partition = divided(
             self.name, "num_gqa_groups", groups, self.tp_size
@@ -219,16 +191,17 @@ class DotProductAttention(TransformerEngineBaseModule):
         self.qkv_format = qkv_format
         self.attn_mask_type = mask_type_of(attn_mask_type, self.name)
         self.window_size, self.bottom_right_diagonal = window_size, bottom_right_diagonal
-        self.softcap = softcap
+        self.softcap = checked_number(self.name, "softcap", softcap)
         self._rules: dict[Any, Rule] = {}
         self._rule(None, None, None)
         self.attention_type = attention_type
-        self.attention_dropout = attention_dropout
+        self.attention_dropout = checked_probability(
+            self.name, "attention_dropout", attention_dropout
+        )
         self.get_rng_state_tracker = None if sequence_parallel else get_rng_state_tracker
         self.layer_number = 1 if layer_number is None else layer_number
-        self.softmax_scale = (
-            1.0 / math.sqrt(max(key, 1)) if softmax_scale is None else softmax_scale
-        )
+        scale = 1.0 / math.sqrt(max(key, 1)) if softmax_scale is None else softmax_scale
+        self.softmax_scale = checked_number(self.name, "softmax_scale", scale)
         self.return_max_logit = return_max_logit
         self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
         self._choose_kernels()
@@ -489,7 +462,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         callbacks = (score_mod, score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors)
         if bf16_backward or callbacks != (None, None, None, None):
             refuse(self._named(), {"bf16_backward": bool(bf16_backward), "score_mod": True})
-        _check_name(
+        check_name(
             self._named(),
             "thd_attention_policy_dispatch",
             thd_attention_policy_dispatch,
@@ -497,12 +470,12 @@ class DotProductAttention(TransformerEngineBaseModule):
         )
         refuse(self._named(), {"thd_attention_policies": thd_attention_policies is not None})
         fmt = self.qkv_format if qkv_format is None else qkv_format
-        _check_name(self._named(), "qkv_format", fmt, FORMATS)
+        check_name(self._named(), "qkv_format", fmt, FORMATS)
         heads: Any = (query_layer, key_layer, value_layer)
         if qkv_layer is not None or kv_layer is not None:
-            heads = _unpacked(self._named(), (qkv_layer, kv_layer), heads, fmt, qkv_interleave_dim)
+            heads = unpacked(self._named(), (qkv_layer, kv_layer), heads, fmt, qkv_interleave_dim)
         self._check_region()
-        self._check_heads(heads, fmt)
+        check_heads(self, heads, fmt)
         rule = self._rule(attn_mask_type, window_size, bottom_right_diagonal)
         lengths = Lengths(
             cu_seqlens_q,
@@ -514,62 +487,16 @@ class DotProductAttention(TransformerEngineBaseModule):
         )
         bias = self._bias(core_attention_bias_type, core_attention_bias, alibi_slopes, heads[0])
         dropout = self.attention_dropout if self.training else 0.0
-        cap = self._cap(softcap)
+        cap = checked_cap(self, self.softcap if softcap is None else softcap)
         how = Scores(rule, self.softmax_scale, dropout, bias, sink=self.softmax_offset, softcap=cap)
         if inference_params is not None:
+            check_caches(self.name, inference_params)
             return self._with_cache(heads, how, fmt, lengths, inference_params)
         return self._merged(
             heads, how, fmt, lengths, attention_mask, recomputes=checkpoint_core_attention
         )
 
-    def _cap(self, softcap: float | None) -> float:
-        """Return the bound of scores of a call.
-
-        Raises
-        ------
-        ShapeError
-            If the bound is negative or not finite.
-        """
-        cap = self.softcap if softcap is None else softcap
-        # Comparisons, since functions of math refuse the numbers of a trace with dynamic=True.
-        if not 0.0 <= cap < math.inf:
-            message = f"{self.name}: softcap must be finite and not negative, got {cap!r}"
-            raise ShapeError(message)
-        return cap
-
-    def _check_heads(self, heads: Any, fmt: str) -> None:
-        """Raise unless queries, keys and values fit the module and each other."""
-        q, k, v = heads
-        for name, tensor in (("query_layer", q), ("key_layer", k), ("value_layer", v)):
-            if not isinstance(tensor, torch.Tensor):
-                message = f"{self.name}: {name} must be a torch.Tensor, got {type(tensor).__name__}"
-                raise (ShapeError if tensor is None else DtypeError)(message)
-            if tensor.dim() != len(fmt):
-                message = f"{self.name}: {name} must have {len(fmt)} dimensions in {fmt}, got {list(tensor.shape)}"
-                raise ShapeError(message)
-        if not q.dtype == k.dtype == v.dtype:
-            message = f"{self.name}: queries, keys and values must be of one type, got {q.dtype}, {k.dtype}, {v.dtype}"
-            raise DtypeError(message)
-        key, value = self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v
-        expected = (
-            ("query_layer", q, self._heads_here, key),
-            ("key_layer", k, self.num_gqa_groups_per_partition, key),
-            ("value_layer", v, self.num_gqa_groups_per_partition, value),
-        )
-        for name, tensor, count, channels in expected:
-            if tensor.shape[-2] != count or tensor.shape[-1] != channels:
-                message = (
-                    f"{self.name}: {name} must have {count} heads of {channels} channels, got "
-                    f"{tensor.shape[-2]} of {tensor.shape[-1]}"
-                )
-                raise ShapeError(message)
-        batch = None if fmt == "thd" else fmt.index("b")
-        if k.shape[:-2] != v.shape[:-2] or (batch is not None and q.shape[batch] != k.shape[batch]):
-            message = (
-                f"{self.name}: keys and values must be of the same tokens, and of as many sequences as queries, got "
-                f"{list(q.shape)}, {list(k.shape)}, {list(v.shape)} in {fmt}"
-            )
-            raise ShapeError(message)
+    _called_forward = forward
 
     def _bias(self, kind: str, tensor: Any, slopes: Any, q: torch.Tensor) -> Bias:
         """Return the bias that is added to scores.
@@ -587,7 +514,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             raise ShapeError(message)
         if kind == "no_bias" and tensor is None and slopes is None:
             return Bias()
-        _check_name(self._named(), "core_attention_bias_type", kind, BIAS_TYPES)
+        check_name(self._named(), "core_attention_bias_type", kind, BIAS_TYPES)
         is_tensor = kind in ("pre_scale_bias", "post_scale_bias")
         if is_tensor != (tensor is not None) or (slopes is not None and kind != "alibi"):
             message = (
@@ -595,18 +522,7 @@ class DotProductAttention(TransformerEngineBaseModule):
                 f" and {'may take' if kind == 'alibi' else 'no'} alibi_slopes"
             )
             raise ShapeError(message)
-        if tensor is not None and tensor.dim() != 4:
-            message = (
-                f"{self.name}: core_attention_bias must be (1 or batch, 1 or heads, 1 or queries, keys), got "
-                f"{list(tensor.shape)}"
-            )
-            raise ShapeError(message)
-        if slopes is not None and (slopes.dim() not in (1, 2) or slopes.shape[-1] != q.shape[-2]):
-            message = (
-                f"{self.name}: alibi_slopes must be ({q.shape[-2]},) or (batch, {q.shape[-2]}), got "
-                f"{list(slopes.shape)}"
-            )
-            raise ShapeError(message)
+        check_bias(self, tensor, slopes, q.shape[-2])
         return Bias(kind, tensor, slopes)
 
     # Dense formats --------------------------------------------------------------------------------
@@ -630,6 +546,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             how = how.of(kept=self._kept(q, k, mask, lengths))
         elif how.rule.kind == "arbitrary":
             how = how.of(masked=self._masked(mask))
+        check_scores(self, q, k, how)
         y = self._run(q, k, v, how, recomputes=recomputes)
         merged = y.permute((2, 0, 1, 3) if fmt == "sbhd" else (0, 2, 1, 3)).flatten(2)
         return (merged, core.max_logits(q, k, how)) if self.return_max_logit else merged
@@ -638,7 +555,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
             message = f"{self.name}: attn_mask_type='arbitrary' needs an attention_mask, a tensor of torch.bool"
             raise (ShapeError if mask is None else DtypeError)(message)
-        return mask
+        return mask if mask.dim() >= 4 else mask[(None,) * (4 - mask.dim())]
 
     def _kept(self, q: torch.Tensor, k: torch.Tensor, mask: Mask, lengths: Lengths) -> Kept:
         """Return which positions are real, from a padding mask or from cumulative lengths."""
@@ -648,25 +565,13 @@ class DotProductAttention(TransformerEngineBaseModule):
                 message = f"{self.name}: mask types with padding need attention_mask, or cu_seqlens_q and cu_seqlens_kv"
                 raise ShapeError(message)
             ends = lengths.q, lengths.kv
+            check_lengths(self, ends, (batch, *sizes), q.device)
             found = [
                 kept_of_lengths(end[: batch + 1], size)
                 for end, size in zip(ends, sizes, strict=True)
             ]
             return Kept(*found)
-        pair = (mask, mask) if isinstance(mask, torch.Tensor) else tuple(mask)
-        if len(pair) != 2:
-            message = f"{self.name}: attention_mask must be a tensor, or a tuple of two of them, got {len(pair)}"
-            raise ShapeError(message)
-        for part, size in zip(pair, sizes, strict=True):
-            if part.dtype != torch.bool:
-                message = f"{self.name}: attention_mask must be of torch.bool, got {part.dtype}"
-                raise DtypeError(message)
-            if part.numel() != batch * size or part.shape[0] != batch:
-                message = (
-                    f"{self.name}: a padding mask must have shape {[batch, 1, 1, size]}, got {list(part.shape)}; "
-                    "cross attention takes two, for queries and for keys"
-                )
-                raise ShapeError(message)
+        pair = check_padding(self, mask, (batch, *sizes), q.device)
         return Kept(~pair[0].reshape(batch, sizes[0]), ~pair[1].reshape(batch, sizes[1]))
 
     def _run(
@@ -712,14 +617,12 @@ class DotProductAttention(TransformerEngineBaseModule):
             message = f"{self.name}: qkv_format='thd' needs a mask type with padding, got {how.rule.kind!r}"
             raise ShapeError(message)
         found = []
-        for name, ends, starts, longest in (
-            ("cu_seqlens_q", lengths.q, lengths.q_starts, lengths.longest_q),
-            ("cu_seqlens_kv", lengths.kv, lengths.kv_starts, lengths.longest_kv),
+        for side, tensor, ends, starts, longest in (
+            ("q", heads[0], lengths.q, lengths.q_starts, lengths.longest_q),
+            ("kv", heads[1], lengths.kv, lengths.kv_starts, lengths.longest_kv),
         ):
-            if ends is None or ends.dim() != 1 or ends.dtype != torch.int32:
-                got = None if ends is None else f"{ends.dtype} {list(ends.shape)}"
-                message = f"{self.name}: qkv_format='thd' needs {name}, (batch + 1,) of torch.int32, got {got}"
-                raise ShapeError(message)
+            check_packing(self, side, tensor, (ends, starts, longest))
+            assert ends is not None
             if longest is None:
                 longest = int(ends.diff().max()) if ends.numel() > 1 else 0
             found.append(Packing(ends, ends if starts is None else starts, int(longest)))
@@ -746,6 +649,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         dense_q, kept_q = core.unpack(q, packings[0])
         (dense_k, kept_k), (dense_v, _) = (core.unpack(tensor, packings[1]) for tensor in (k, v))
         how = how.of(kept=Kept(kept_q, kept_k))
+        check_scores(self, dense_q, dense_k, how)
         y = self._run(dense_q, dense_k, dense_v, how, recomputes=recomputes)
         merged = core.pack(y, packings[0], q.shape[0]).flatten(1)
         return (merged, core.max_logits(dense_q, dense_k, how)) if self.return_max_logit else merged
@@ -779,6 +683,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             dense_q = q.permute((1, 2, 0, 3) if fmt == "sbhd" else (0, 2, 1, 3))
             kept_q = kept_of_lengths(ends_q[: batch + 1], dense_q.shape[2])
         how = how.of(rule=rule, kept=Kept(kept_q, kept_kv))
+        check_scores(self, dense_q, keys, how)
         y = self._run(dense_q, keys, values, how)
         if fmt == "thd":
             merged = core.pack(y, packing, q.shape[0]).flatten(1)
@@ -792,9 +697,3 @@ class DotProductAttention(TransformerEngineBaseModule):
             f"num_attention_heads={self.num_attention_heads}, num_gqa_groups={self.num_gqa_groups}, "
             f"qkv_format={self.qkv_format}, attn_mask_type={self.attn_mask_type}"
         )
-
-
-def _check_name(layer: str, argument: str, value: Any, known: tuple[str, ...]) -> None:
-    if value not in known:
-        message = f"{layer}: {argument} must be one of {', '.join(map(repr, known))}, got {value!r}"
-        raise ShapeError(message)

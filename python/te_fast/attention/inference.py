@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from te_fast.errors import DtypeError, ShapeError, StateError
+from te_fast.layers.parameters import check_sizes
 from te_fast.runtime import capturing
 from te_fast.runtime.device import default_device
 
@@ -331,16 +332,64 @@ class PagedKVCacheManager(_CachesInRows):
         for name, length in lengths.items():
             missing = -(-length // self.page_size) - len(pages[name])
             if missing > len(free):
-                message = f"InferenceParams: the {self.total_num_pages} pages of the KV cache are all taken"
-                raise StateError(message)
+                raise StateError(self._full())
             pages[name] += free[:missing]
             del free[:missing]
         self.free_pages, self.allocated_pages, self.sequences = free, pages, lengths
-        table = torch.zeros(self.page_table.shape, dtype=torch.int32)
-        for row, own in enumerate(pages.values()):
-            table[row, : len(own)] = torch.tensor(own, dtype=torch.int32)
-        self.page_table.copy_(table)
+        self.get_page_table(list(lengths))
         return self.sequences
+
+    def get_sequence_count(self) -> int:
+        """Return the number of sequences."""
+        return len(self.sequences)
+
+    def get_sequence_lengths(self) -> list[int]:
+        """Return the tokens of each sequence."""
+        return list(self.sequences.values())
+
+    def has_free_page(self) -> bool:
+        """Return whether a page is free."""
+        return bool(self.free_pages)
+
+    def get_page_count(self, seq: Any) -> int:
+        """Return the number of a sequence's pages."""
+        return len(self.get_page_list(seq))
+
+    def get_page_list(self, seq: Any) -> list[int]:
+        """Return the numbers of a sequence's pages."""
+        return list(self.allocated_pages.get(seq, ()))
+
+    def get_page_table(self, sequences: list[Any]) -> torch.Tensor:
+        """Write the pages of sequences into the table, ``(max_batch_size, max_pages_per_seq)``, and return it."""
+        table = torch.zeros(self.page_table.shape, dtype=torch.int32)
+        for row, name in enumerate(sequences):
+            own = self.get_page_list(name)
+            table[row, : len(own)] = torch.tensor(own, dtype=torch.int32)
+        return self.page_table.copy_(table)
+
+    def allocate_page(self, seq: Any) -> None:
+        """Give a sequence one more page.
+
+        Raises
+        ------
+        StateError
+            If all pages are taken.
+        """
+        if not self.has_free_page():
+            raise StateError(self._full())
+        self.allocated_pages.setdefault(seq, []).append(self.free_pages.pop(0))
+
+    def allocate_sequence(self, seq: Any, context_len: int) -> None:
+        """Give a new sequence the pages of its tokens."""
+        for _ in range(-(-context_len // self.page_size)):
+            self.allocate_page(seq)
+
+    def deallocate_sequence(self, seq: Any) -> None:
+        """Take the pages of a sequence back."""
+        self.free_pages += self.allocated_pages.pop(seq, [])
+
+    def _full(self) -> str:
+        return f"InferenceParams: the {self.total_num_pages} pages of the KV cache are all taken"
 
     def print_cache(self) -> None:
         """Log which pages each sequence has, for debugging."""
@@ -389,6 +438,33 @@ def _check_lengths(lengths: Mapping[Any, int], batch: int, longest: int) -> None
             raise ShapeError(message)
 
 
+def _check_step(step_dict: Any) -> None:
+    """Raise unless the argument of a step has numbers of tokens by sequence."""
+    if not isinstance(step_dict, Mapping):
+        message = (
+            "InferenceParams: pre_step takes the new tokens by sequence, an OrderedDict, got "
+            f"{type(step_dict).__name__}"
+        )
+        raise DtypeError(message)
+    for name, tokens in step_dict.items():
+        check_sizes("InferenceParams", **{f"the new tokens of sequence {name!r}": tokens})
+
+
+def check_caches(layer: str, params: Any) -> None:
+    """Raise unless the argument of a call has caches.
+
+    Raises
+    ------
+    DtypeError
+        If it is no :class:`InferenceParams`.
+    """
+    if not isinstance(params, InferenceParams):
+        message = (
+            f"{layer}: inference_params must be an InferenceParams, got {type(params).__name__}"
+        )
+        raise DtypeError(message)
+
+
 class InferenceParams:
     """Key-value caches of a model's layers during inference.
 
@@ -421,6 +497,8 @@ class InferenceParams:
     ------
     ShapeError
         If a size is missing, or sizes do not fit.
+    DtypeError
+        If a size is no integer, or `dtype` no type of torch.
 
     See Also
     --------
@@ -465,6 +543,18 @@ class InferenceParams:
             if value is None:
                 message = f"InferenceParams: {name} is missing"
                 raise ShapeError(message)
+        check_sizes(
+            "InferenceParams",
+            max_batch_size=max_batch_size,
+            max_sequence_length=max_sequence_length,
+            num_heads_kv=num_heads_kv,
+            head_dim_k=head_dim_k,
+            head_dim_v=head_dim_k if head_dim_v is None else head_dim_v,
+            max_ctx_len=0 if max_ctx_len is None else max_ctx_len,
+        )
+        if not isinstance(dtype, torch.dtype):
+            message = f"InferenceParams: dtype must be a torch.dtype, got {type(dtype).__name__} {dtype!r}"
+            raise DtypeError(message)
         if qkv_format not in ("bshd", "sbhd", "thd"):
             message = (
                 f"InferenceParams: qkv_format must be 'bshd', 'sbhd' or 'thd', got {qkv_format!r}"
@@ -499,6 +589,8 @@ class InferenceParams:
         self.sequences_pre_step: OrderedDict[Any, int] = OrderedDict()
         self.sequences: OrderedDict[Any, int] = OrderedDict()
         self.batch_size = 0
+        #: New tokens of all sequences in the step, and of the longest one; None before the first step.
+        self._new_tokens: tuple[int, int] | None = None
 
     def _make_lengths(self) -> None:
         kind: dict[str, Any] = {"dtype": torch.int32, "device": _device()}
@@ -507,7 +599,8 @@ class InferenceParams:
         self.pre_step_seqlens = torch.zeros(self.max_batch_size, **kind)
 
     def _check_pages(self, total_num_pages: int | None, page_size: int | None) -> None:
-        if page_size is None or self.max_sequence_length % page_size != 0:
+        check_sizes("InferenceParams", page_size=0 if page_size is None else page_size)
+        if not page_size or self.max_sequence_length % page_size != 0:
             message = (
                 "InferenceParams: page_size must divide max_sequence_length = "
                 f"{self.max_sequence_length}, got {page_size}"
@@ -529,6 +622,7 @@ class InferenceParams:
     def reset(self) -> None:
         """Forget all sequences; the memory stays."""
         self.sequences = OrderedDict()
+        self._new_tokens = None
         self.cache_manager.reset()
 
     def __repr__(self) -> str:
@@ -559,17 +653,21 @@ class InferenceParams:
 
         Raises
         ------
+        DtypeError
+            If the argument is no mapping, or a number of tokens no integer.
         ShapeError
-            If there are more sequences or tokens than room.
+            If there are more sequences or tokens than room, or a number of tokens is negative.
         StateError
             If all pages are taken.
         """
+        _check_step(step_dict)
         self.sequences = self.cache_manager.pre_step(step_dict)
         self.batch_size = len(step_dict)
         new = [step_dict[name] for name in self.sequences]
         before = [
             length - tokens for length, tokens in zip(self.sequences.values(), new, strict=True)
         ]
+        self._new_tokens = sum(new), max(new, default=0)
         self.sequences_pre_step = OrderedDict(zip(self.sequences, before, strict=True))
         rest = [0] * (self.max_batch_size - self.batch_size)
         self.pre_step_seqlens.copy_(torch.tensor([*before, *rest], dtype=torch.int32))
@@ -584,13 +682,22 @@ class InferenceParams:
         return self.pre_step_seqlens
 
     def extent_of(self, q: torch.Tensor, qkv_format: str, layer: str) -> tuple[int, int]:
-        """Return how many rows of the cache queries attend to, and how many tokens of each."""
+        """Return how many rows of the cache queries attend to, and how many tokens of each.
+
+        Raises
+        ------
+        StateError
+            If there is no step.
+        ShapeError
+            If the step has more sequences or tokens than the queries.
+        """
         if capturing.is_in_capture(
             q
         ):  # a graph is replayed when there are more sequences and they have grown
             batch, longest = self.max_batch_size, self.max_sequence_length
         else:
             batch, longest = self.batch_size, max(self.sequences.values(), default=0)
+            self._check_tokens(q, qkv_format, layer)
         if qkv_format == "thd":
             return batch, longest
         rows = q.shape[qkv_format.index("b")]  # may be more than the sequences of the step
@@ -601,6 +708,31 @@ class InferenceParams:
             )
             raise ShapeError(message)
         return rows, longest
+
+    def _check_tokens(self, q: torch.Tensor, qkv_format: str, layer: str) -> None:
+        """Raise if the step has more tokens than the queries; more queries than tokens are padding."""
+        if self._new_tokens is None:
+            message = (
+                f"{layer}: call pre_step of the inference_params before the layers of each step"
+            )
+            raise StateError(message)
+        total, longest = self._new_tokens
+        if qkv_format == "thd":
+            got, wanted = q.shape[0], total
+        else:
+            got, wanted = q.shape[qkv_format.index("s")], longest
+        if got < wanted:
+            message = (
+                f"{layer}: there must be {wanted} tokens or more in {qkv_format}, as pre_step of the inference_params "
+                f"was told, got {got}"
+            )
+            raise ShapeError(message)
+        if qkv_format == "thd" and self.max_ctx_len is not None and longest > self.max_ctx_len:
+            message = (
+                f"{layer}: a sequence has {longest} new tokens, and the inference_params have max_ctx_len = "
+                f"{self.max_ctx_len}"
+            )
+            raise ShapeError(message)
 
     def convert_paged_to_nonpaged(self, layer_number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a layer's keys and values, gathered from pages: ``(batch, max_sequence_length, heads, d)``."""
@@ -638,12 +770,21 @@ class InferenceParams:
         ------
         DtypeError
             If the new keys are not of the caches' type.
+        ShapeError
+            If the new keys or values are not of the caches' heads and channels.
         """
         if new_k.dtype != self.dtype:
             message = (
                 f"InferenceParams: the caches are {self.dtype}, and the new keys {new_k.dtype}"
             )
             raise DtypeError(message)
+        heads, d_k, d_v = self.num_heads_kv, self.head_dim_k, self.head_dim_v
+        if new_k.shape[-2:] != (heads, d_k) or new_v.shape[-2:] != (heads, d_v):
+            message = (
+                f"InferenceParams: the caches have {heads} heads of {d_k} channels of keys and {d_v} of values, got "
+                f"new keys {list(new_k.shape)} and values {list(new_v.shape)}"
+            )
+            raise ShapeError(message)
         self._take_format(qkv_format)
         ends = self.cu_seqlens_q, self.cu_seqlens_kv
         keys, values = self.cache_manager.step(layer_number, new_k, new_v, *ends, qkv_format)

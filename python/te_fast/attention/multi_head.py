@@ -10,7 +10,7 @@ from torch.compiler import is_compiling
 from torch.utils._device import DeviceContext
 
 from te_fast.attention.dot_product import DotProductAttention
-from te_fast.attention.inference import InferenceParams
+from te_fast.attention.inference import InferenceParams, check_caches
 from te_fast.attention.rope import Heads, Waves, rotate, split_rotated, waves_of
 from te_fast.attention.rules import CPLoadBalancingStrategy
 from te_fast.errors import ArgumentError, ShapeError, UnsupportedError
@@ -535,6 +535,8 @@ thd_attention_policies, thd_attention_policy_dispatch, softcap : optional
             return out
         return (*out, normed) if isinstance(out, tuple) else (out, normed)
 
+    _called_forward = forward
+
     def attend(
         self,
         sources: tuple[torch.Tensor, torch.Tensor | None],
@@ -641,7 +643,10 @@ thd_attention_policies, thd_attention_policy_dispatch, softcap : optional
     ) -> Waves:
         """Return cosines and sines; in a key-value cache, sequences begin where the previous step ended."""
         params = given.get("inference_params")
-        starts = None if params is None else params.get_seqlens_pre_step()
+        starts = None
+        if params is not None:
+            check_caches(self._shown, params)
+            starts = params.get_seqlens_pre_step()
         ends = None
         if self.qkv_format == "thd":
             ends, padded = given.get(f"cu_seqlens_{side}"), given.get(f"cu_seqlens_{side}_padded")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -114,7 +115,7 @@ def _with_sink(
     keys = k.shape[2] - 1
     score = scores.sink.to(k.dtype).view(1, -1, 1, 1)
     zeros = k.new_zeros(1, 1, 1, keys) if bias is None else bias.expand(*bias.shape[:3], keys)
-    sizes = [max(a, b) for a, b in zip(zeros.shape[:3], score.shape[:3], strict=True)]
+    sizes = [b if a == 1 else a for a, b in zip(zeros.shape[:3], score.shape[:3], strict=True)]
     bias = torch.cat([zeros.expand(*sizes, keys), score.expand(*sizes, 1)], -1)
     mask = None if mask is None else functional.pad(mask, (0, 1), value=True)
     return (k, v), mask, bias
@@ -210,6 +211,8 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) ->
 @torch.no_grad()
 def max_logits(q: torch.Tensor, k: torch.Tensor, scores: Scores) -> torch.Tensor:
     """Return the largest score of each head that a query attends to, ``(heads,)``."""
+    if 0 in (q.shape[0], q.shape[2], k.shape[2]):  # the largest of no scores
+        return torch.full((q.shape[1],), -math.inf, dtype=q.dtype, device=q.device)
     mask = allowed(scores.rule, (q.shape[2], k.shape[2]), scores.kept, scores.masked, q.device)
     bias = _bias_of(scores, q, k.shape[2])
     repeats = q.shape[1] // k.shape[1]
