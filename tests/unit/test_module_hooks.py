@@ -92,3 +92,36 @@ def test_children_are_as_they_were_found(register):
     assert native.are_as_found(watched)
     del outer[2]
     assert not native.are_as_found(watched)
+
+
+CLASSES = [
+    te.MultiheadAttention,
+    te.DotProductAttention,
+    te.LayerNormLinear,
+    te.Linear,
+    te.LayerNormMLP,
+]
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_a_forward_that_replaces_that_of_a_class_is_called(kind, dropout, monkeypatch):
+    # Without dropout of attention the layer is one node, which the second call finds without checks.
+    layer = te.TransformerLayer(
+        32, 64, 2, hidden_dropout=0.0, attention_dropout=dropout, device="cpu"
+    )
+    x = torch.randn(4, 2, 32)
+    for _ in range(2):
+        layer(x)
+    own, calls = kind.forward, []
+
+    def forward(self, *args, **kwargs):
+        calls.append(self)
+        return own(self, *args, **kwargs)
+
+    monkeypatch.setattr(kind, "forward", forward)
+    layer(x)
+    assert len(calls) == 1
+    monkeypatch.undo()
+    layer(x)
+    assert len(calls) == 1

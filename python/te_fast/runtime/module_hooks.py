@@ -1,6 +1,8 @@
-"""Tells whether hooks observe the calls of a module."""
+"""Tells whether hooks, or other forwards, observe the calls of a module."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
@@ -18,5 +20,13 @@ def has_hooks(module: torch.nn.Module) -> bool:
     )
 
 
-#: Whether calls of modules run their classes' own forwards without hooks.
-are_called_plainly = native.are_called_plainly
+def are_called_plainly(*modules: Any) -> bool:
+    """Return whether calls of modules run the forwards that te_fast's classes were made with, and no hooks.
+
+    A class notes its forward as ``_called_forward``, since others may replace forwards of classes.
+    """
+    for module in modules:
+        kind: Any = type(module)
+        if kind.forward is not getattr(kind, "_called_forward", kind.forward):
+            return False
+    return native.are_called_plainly(*modules)
