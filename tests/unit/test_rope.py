@@ -7,7 +7,7 @@ import torch
 
 import te_fast.pytorch as te
 from attention_reference import F64, rotate
-from te_fast.errors import ArgumentError, ShapeError, UnsupportedError
+from te_fast.errors import ArgumentError, DeviceError, DtypeError, ShapeError, UnsupportedError
 from te_fast.pytorch.attention.rope import apply_fused_qkv_rotary_pos_emb, apply_rotary_pos_emb
 from te_fast.runtime.compiling import CAN_COMPILE
 
@@ -227,3 +227,53 @@ def test_the_rotation_of_a_transposed_tensor_is_contiguous():
     y = apply_rotary_pos_emb(t, angles, fused=True)
     assert y.is_contiguous()
     assert torch.equal(y, apply_rotary_pos_emb(t.contiguous(), angles, fused=True))
+
+
+def test_angles_of_no_positions():
+    assert te.RotaryPositionEmbedding(16)(0).shape == (0, 1, 1, 16)
+
+
+@pytest.mark.parametrize(("dim", "error"), [(-4, ShapeError), ("a", DtypeError)])
+def test_widths_that_are_none(dim, error):
+    with pytest.raises(error, match="RotaryPositionEmbedding: dim must"):
+        te.RotaryPositionEmbedding(dim)
+    with pytest.raises(error, match="RotaryPositionEmbedding: dim must"):
+        te.RotaryPositionEmbedding(dim, rotary_percent=0.5)
+
+
+@pytest.mark.parametrize(
+    ("length", "error"), [(-4, ShapeError), (4.5, DtypeError), ("a", DtypeError)]
+)
+def test_lengths_that_are_none(length, error):
+    with pytest.raises(error, match="RotaryPositionEmbedding: max_seq_len must"):
+        te.RotaryPositionEmbedding(D)(length)
+
+
+ONES = torch.ones(S, B, H, D)
+
+
+@pytest.mark.parametrize(
+    ("heads", "freqs", "options", "error"),
+    [
+        (ONES, angles().to("meta"), {}, DeviceError),
+        (ONES, angles(), {"start_positions": [0] * B}, DtypeError),
+        (ONES[:, 0], angles(), {"tensor_format": "thd", "cu_seqlens": [0, S]}, DtypeError),
+    ],
+)
+@pytest.mark.parametrize("fused", [False, True])
+def test_arguments_that_are_no_tensors_of_the_device(heads, freqs, options, error, fused):
+    with pytest.raises(error, match="apply_rotary_pos_emb: "):
+        apply_rotary_pos_emb(heads, freqs, fused=fused, **options)
+
+
+@pytest.mark.parametrize(
+    ("split", "width", "error"),
+    [
+        ([D, 0, D], 2 * D, ShapeError),
+        ("abc", 3 * D, DtypeError),
+        ([D, D, 4], 2 * D + 4, ShapeError),
+    ],
+)
+def test_splits_that_are_none(split, width, error):
+    with pytest.raises(error, match="apply_fused_qkv_rotary_pos_emb: qkv_split_arg_list must"):
+        apply_fused_qkv_rotary_pos_emb(torch.ones(S, B, H, width), angles(), angles(), split)

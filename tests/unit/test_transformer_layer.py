@@ -12,7 +12,7 @@ import te_fast.pytorch as te
 from attention_reference import attend_one, attends
 from selection import quickly
 from te_fast.attention.multi_head import is_fresh
-from te_fast.errors import ArgumentError, DtypeError, ShapeError, UnsupportedError
+from te_fast.errors import ArgumentError, DeviceError, DtypeError, ShapeError, UnsupportedError
 from te_fast.runtime.compiling import CAN_COMPILE
 from transformer_reference import HIDDEN, B, D, Plain, S, compare, make, relative
 
@@ -524,3 +524,76 @@ def test_capped_scores(kind):
     assert torch.equal(made(x, softcap=0.05, **given), y)
     with pytest.raises(UnsupportedError, match="thd_attention_policies"):
         made(x, thd_attention_policies=[{}], **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ({"self_attn_mask_type": "x"}, ShapeError),
+        ({"enc_dec_attn_mask_type": "x"}, ShapeError),
+        ({"window_size": "abc"}, DtypeError),
+        ({"enc_dec_window_size": (1, 2, 3)}, DtypeError),
+        ({"hidden_dropout": 2.0}, ArgumentError),
+        ({"hidden_dropout": "a"}, DtypeError),
+        ({"drop_path_rate": 2.0}, ArgumentError),
+        ({"drop_path_rate": 1.0}, ArgumentError),
+        ({"drop_path_rate": -1.0}, ArgumentError),
+        ({"layer_number": "a"}, DtypeError),
+    ],
+)
+def test_options_that_no_layer_has(given, error):
+    name = next(iter(given))
+    shown = {"self_attn_mask_type": "attn_mask_type", "enc_dec_attn_mask_type": "attn_mask_type"}
+    with pytest.raises(error, match=shown.get(name, name.removeprefix("enc_dec_"))):
+        te.TransformerLayer(HIDDEN, 2 * HIDDEN, HIDDEN // D, device="cpu", **given)
+
+
+@pytest.mark.parametrize("given", [{"attn_mask_type": "x"}, {"window_size": "abc"}])
+def test_masks_that_no_attention_has(given):
+    with pytest.raises((ShapeError, DtypeError), match=next(iter(given))):
+        te.MultiheadAttention(HIDDEN, HIDDEN // D, device="cpu", **given)
+
+
+def test_an_encoder_takes_no_unknown_mask_of_a_decoder():
+    layer, x = make().eval(), torch.randn(S, B, HIDDEN)
+    for _ in range(2):
+        layer(x)
+    with pytest.raises(ValueError, match="attn_mask_type must be one of"):
+        layer(x, enc_dec_attn_mask_type="x")
+
+
+@pytest.mark.parametrize("wrong", [None, [1], 3])
+def test_inputs_that_are_no_tensors(wrong):
+    layer = make().eval()
+    for _ in range(2):
+        with pytest.raises(DtypeError, match="hidden_states must be a torch.Tensor, got"):
+            layer(wrong)
+        layer(torch.randn(S, B, HIDDEN))
+
+
+def test_inputs_without_memory():
+    x = torch.randn(S, B, HIDDEN, device="meta")
+    with pytest.raises(DeviceError, match="must be on cpu"):
+        make()(x)
+
+
+ANGLES = te.RotaryPositionEmbedding(D)(S).cpu()
+
+
+@pytest.mark.parametrize(
+    ("angles", "error"),
+    [
+        (3, DtypeError),
+        ((ANGLES,), DtypeError),
+        ((ANGLES,) * 3, DtypeError),
+        ([ANGLES, ANGLES], DtypeError),
+        (ANGLES[..., :-1], ShapeError),
+    ],
+)
+@pytest.mark.parametrize("options", [{}, {"qk_norm_type": "RMSNorm"}])
+def test_angles_that_are_none(angles, error, options):
+    layer = make(**options).eval()
+    x = torch.randn(S, B, HIDDEN)
+    layer(x, rotary_pos_emb=ANGLES)
+    with pytest.raises(error, match="rotary_pos_emb must be|even number of channels"):
+        layer(x, rotary_pos_emb=angles)

@@ -177,6 +177,26 @@ def check_heads(attention: Any, heads: Any, fmt: str) -> None:
         raise ShapeError(message)
 
 
+def angles_of_heads(angles: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the angles of queries and of keys, which a layer takes as one tensor or as two.
+
+    Raises
+    ------
+    DtypeError
+        If they are neither.
+    """
+    if isinstance(angles, torch.Tensor):
+        return angles, angles
+    is_pair = isinstance(angles, tuple) and len(angles) == 2
+    if not is_pair or not all([isinstance(part, torch.Tensor) for part in angles]):
+        message = (
+            "MultiheadAttention: rotary_pos_emb must be a torch.Tensor, or a tuple of those of queries and of keys, "
+            f"got {type(angles).__name__}"
+        )
+        raise DtypeError(message)
+    return angles
+
+
 # Lengths ------------------------------------------------------------------------------------------
 
 

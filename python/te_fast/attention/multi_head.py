@@ -9,10 +9,11 @@ import torch
 from torch.compiler import is_compiling
 from torch.utils._device import DeviceContext
 
+from te_fast.attention.arguments import angles_of_heads
 from te_fast.attention.dot_product import DotProductAttention
 from te_fast.attention.inference import InferenceParams, check_caches
 from te_fast.attention.rope import Heads, Waves, rotate, split_rotated, waves_of
-from te_fast.attention.rules import CPLoadBalancingStrategy
+from te_fast.attention.rules import CPLoadBalancingStrategy, check_mask
 from te_fast.errors import ArgumentError, ShapeError, UnsupportedError
 from te_fast.layers.layernorm_linear import LayerNormLinear
 from te_fast.layers.linear import Linear
@@ -328,6 +329,7 @@ class MultiheadAttention(CompositeModule):
     def _take(self, given: dict[str, Any]) -> None:
         """Note the constructor's arguments that calls read, and those that Transformer Engine's module shows."""
         self.qkv_format: str = given["qkv_format"]
+        check_mask(self._shown, given["attn_mask_type"], given["window_size"])
         self.attn_mask_type: str = given["attn_mask_type"]
         self.window_size: tuple[int, int] | None = given["window_size"]
         self.bottom_right_diagonal: bool | None = given["bottom_right_diagonal"]
@@ -384,7 +386,8 @@ class MultiheadAttention(CompositeModule):
                 f"{self._shown}: attention_type must be 'self' or 'cross', got {attention_type!r}"
             )
             raise ShapeError(message)
-        if layer_number is not None and layer_number <= 0:
+        check_sizes(self._shown, layer_number=1 if layer_number is None else layer_number)
+        if layer_number == 0:
             message = f"{self._shown}: layer_number must be 1 or more, got {layer_number}"
             raise ShapeError(message)
         if lacks_norm:
@@ -591,7 +594,7 @@ thd_attention_policies, thd_attention_policy_dispatch, softcap : optional
         if angles is None or (has_norms and self.qk_norm_before_rope):
             q, k, v = self._heads.split(mixed)
             return self._placed(q, k, v, angles, given)
-        of_q, of_k = angles if isinstance(angles, tuple) else (angles, angles)
+        of_q, of_k = angles_of_heads(angles)
         waves = self._waves(of_q, mixed.shape, given, "q")
         others = waves
         if of_k is not of_q or given.get("cu_seqlens_q") is not given.get("cu_seqlens_kv"):
@@ -630,7 +633,7 @@ thd_attention_policies, thd_attention_policy_dispatch, softcap : optional
         if self.q_norm is not None and self.k_norm is not None and self.qk_norm_before_rope:
             q, k = self.q_norm(q), self.k_norm(k)
         if angles is not None:
-            of_q, of_k = angles if isinstance(angles, tuple) else (angles, angles)
+            of_q, of_k = angles_of_heads(angles)
             interleaved = self.rotary_pos_interleaved
             q = rotate(q, self._waves(of_q, q.shape, given, "q"), interleaved=interleaved)
             k = rotate(k, self._waves(of_k, k.shape, given, "kv"), interleaved=interleaved)

@@ -10,7 +10,8 @@ import torch
 from torch.compiler import is_compiling
 
 from te_fast.attention import operators
-from te_fast.errors import ArgumentError, DtypeError, ShapeError, UnsupportedError
+from te_fast.errors import ArgumentError, DeviceError, DtypeError, ShapeError, UnsupportedError
+from te_fast.layers.parameters import check_sizes
 from te_fast.runtime import native
 from te_fast.runtime.compiling import is_exporting, is_unseen
 from te_fast.runtime.device import default_device
@@ -44,6 +45,11 @@ class RotaryPositionEmbedding(torch.nn.Module):
     inv_freq : torch.Tensor
         Buffer ``(dim / 2,)``, FP32: angle per position. On the GPU if there is one.
 
+    Raises
+    ------
+    DtypeError, ShapeError
+        If `dim` is no number, or negative.
+
     See Also
     --------
     te_fast.pytorch.attention.rope.apply_rotary_pos_emb : Rotates by the angles.
@@ -67,8 +73,10 @@ class RotaryPositionEmbedding(torch.nn.Module):
         interleaved: bool = False,
     ) -> None:
         super().__init__()
-        if rotary_percent < 1.0:
+        if rotary_percent < 1.0 and isinstance(dim, int | float):
             dim = int(dim * rotary_percent)
+        # As in Transformer Engine, a width that is divided by heads may be a float.
+        check_sizes(type(self).__name__, dim=int(dim) if isinstance(dim, float) else dim)
         self.seq_len_interpolation_factor = seq_len_interpolation_factor
         self.rotary_base = rotary_base
         device = torch.device("cuda") if torch.cuda.is_available() else default_device()
@@ -92,7 +100,14 @@ class RotaryPositionEmbedding(torch.nn.Module):
         -------
         torch.Tensor
             ``(max_seq_len, 1, 1, dim)``, FP32, each angle once for either channel of its pair.
+
+        Raises
+        ------
+        DtypeError, ShapeError
+            If `max_seq_len` is no integer, or negative.
         """
+        if not isinstance(max_seq_len, int) or max_seq_len < 0:
+            check_sizes(type(self).__name__, max_seq_len=max_seq_len)
         with torch.autocast(self.inv_freq.device.type, enabled=False):
             kind: dict[str, Any] = {"device": self.inv_freq.device, "dtype": self.inv_freq.dtype}
             positions = torch.arange(max_seq_len, **kind) + offset
@@ -109,7 +124,7 @@ class RotaryPositionEmbedding(torch.nn.Module):
             if self.interleaved
             else torch.cat((angles, angles), dim=-1)
         )
-        return paired.view(max_seq_len, 1, 1, -1)
+        return paired[:, None, None, :]
 
 
 def _turned(t: torch.Tensor, interleaved: bool) -> torch.Tensor:
@@ -508,6 +523,9 @@ def _check(t: torch.Tensor, freqs: torch.Tensor, tensor_format: str) -> None:
             f"{t.shape[-1]} of the heads, got {list(freqs.shape)}"
         )
         raise ShapeError(message)
+    if freqs.device != t.device:
+        message = f"{_OP}: freqs must be on {t.device}, where the heads are, got {freqs.device}"
+        raise DeviceError(message)
 
 
 def angles_of(
@@ -538,8 +556,25 @@ def angles_of(
     Raises
     ------
     ShapeError
-        If there are fewer angles than positions, or ranks share an odd number of tokens.
+        If there are fewer angles than positions, channels make no pairs, or ranks share an odd number of tokens.
+    DtypeError, DeviceError
+        If `start_positions` or `cu_seqlens` are no tensors, or on another device than the angles.
     """
+    if freqs.dim() != 4 or freqs.shape[-1] % 2:
+        message = (
+            f"{_OP}: angles must be (positions, 1, 1, channels) with an even number of channels, got "
+            f"{list(freqs.shape)}"
+        )
+        raise ShapeError(message)
+    for name, tensor in (("start_positions", start_positions), ("cu_seqlens", cu_seqlens)):
+        if tensor is None:
+            continue
+        if not isinstance(tensor, torch.Tensor):
+            message = f"{_OP}: {name} must be a torch.Tensor, got {type(tensor).__name__}"
+            raise DtypeError(message)
+        if tensor.device != freqs.device:
+            message = f"{_OP}: {name} must be on {freqs.device}, where the angles are, got {tensor.device}"
+            raise DeviceError(message)
     if tensor_format == "thd":
         assert cu_seqlens is not None
         if share.ranks != 1:
@@ -622,6 +657,8 @@ def apply_rotary_pos_emb(
     ------
     ShapeError
         If a shape or format does not fit, or `cu_seqlens` is missing.
+    DtypeError, DeviceError
+        If an argument is no tensor, or on another device than the heads.
     ArgumentError
         If `cp_rank` is none of the ranks.
 
@@ -703,6 +740,8 @@ def apply_fused_qkv_rotary_pos_emb(
     ------
     ShapeError
         If a shape or format does not fit.
+    DtypeError, DeviceError
+        If an argument is no tensor, or on another device than the product.
     ArgumentError
         If `cp_rank` is none of the ranks.
     UnsupportedError
@@ -728,10 +767,18 @@ def apply_fused_qkv_rotary_pos_emb(
         raise UnsupportedError(message)
     share = _share_of(cp_size, cp_rank, "apply_fused_qkv_rotary_pos_emb")
     sizes = list(qkv_split_arg_list)
-    if len(sizes) != 3 or sum(sizes) != qkv.shape[-1] or sizes[0] % sizes[1]:
+    for size in sizes:
+        check_sizes("apply_fused_qkv_rotary_pos_emb", qkv_split_arg_list=size)
+    if (
+        len(sizes) != 3
+        or sum(sizes) != qkv.shape[-1]
+        or sizes[1] == 0
+        or sizes[0] % sizes[1]
+        or sizes[2] != sizes[1]
+    ):
         message = (
             "apply_fused_qkv_rotary_pos_emb: qkv_split_arg_list must be channels of queries, keys and values that add "
-            f"up to {qkv.shape[-1]}, queries a multiple of keys, got {sizes}"
+            f"up to {qkv.shape[-1]}, queries a multiple of keys, values as many as keys, got {sizes}"
         )
         raise ShapeError(message)
     groups = qkv.shape[2]

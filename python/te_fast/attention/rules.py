@@ -89,16 +89,36 @@ def mask_type_of(name: str, layer: str) -> str:
     return kind
 
 
-def _window(kind: str, window: Any, layer: str) -> tuple[int, int]:
-    """Return the window that a mask type and an argument give, as Transformer Engine reads them."""
-    is_causal = "causal" in kind
-    if window is None:
-        return (-1, 0) if is_causal else (-1, -1)
+def _sizes_of(window: Any, layer: str) -> tuple[int, int]:
     try:
         left, right = (int(size) for size in window)
     except (TypeError, ValueError):
         message = f"{layer}: window_size must be two integers, got {window!r}"
         raise DtypeError(message) from None
+    return left, right
+
+
+def check_mask(layer: str, mask_type: str, window: Any = None) -> None:
+    """Raise unless a mask type is known and a window has two sizes. Calls may give others, so that they may not fit.
+
+    Raises
+    ------
+    ShapeError
+        If the name is unknown.
+    DtypeError
+        If the window is not two integers.
+    """
+    mask_type_of(mask_type, layer)
+    if window is not None:
+        _sizes_of(window, layer)
+
+
+def _window(kind: str, window: Any, layer: str) -> tuple[int, int]:
+    """Return the window that a mask type and an argument give, as Transformer Engine reads them."""
+    is_causal = "causal" in kind
+    if window is None:
+        return (-1, 0) if is_causal else (-1, -1)
+    left, right = _sizes_of(window, layer)
     expected = "(-1, 0) or (>=0, 0)" if is_causal else "(-1, -1) or (>=0, >=0)"
     fits = right == 0 if is_causal else (left, right) == (-1, -1) or min(left, right) >= 0
     if fits and left >= -1:

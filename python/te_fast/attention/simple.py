@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from te_fast.attention.arguments import angles_of_heads
 from te_fast.attention.dot_product import DotProductAttention
 from te_fast.attention.multi_head import MultiheadAttention, Rotation, is_fresh
 from te_fast.attention.rope import Heads, Waves, split_rotated, waves_of
@@ -76,7 +77,7 @@ class SimpleCall(NamedTuple):
 def _waves_of(
     hidden: torch.Tensor, angles: Any, fmt: str, *, interleaved: bool
 ) -> tuple[Waves, Waves]:
-    of_q, of_k = angles if isinstance(angles, tuple) else (angles, angles)
+    of_q, of_k = angles_of_heads(angles)
     of_queries = of_keys = waves_of(of_q, hidden.shape, fmt, interleaved=interleaved)
     if of_k is not of_q:
         of_keys = waves_of(of_k, hidden.shape, fmt, interleaved=interleaved)

@@ -9,9 +9,11 @@ import torch
 from torch.compiler import is_compiling
 from torch.nn import functional
 
+from te_fast.attention.arguments import checked_probability
 from te_fast.attention.block import Attending, Block, KnownCall
 from te_fast.attention.inference import InferenceParams
 from te_fast.attention.multi_head import CompositeModule, MultiheadAttention, Rotation, heads_of
+from te_fast.attention.rules import check_mask
 from te_fast.attention.simple import (
     NOTED_OF_ATTENTION,
     NOTED_OF_CORE,
@@ -19,7 +21,7 @@ from te_fast.attention.simple import (
     simple_call,
 )
 from te_fast.attention.tail import Tail
-from te_fast.errors import ShapeError
+from te_fast.errors import ArgumentError, DtypeError, ShapeError
 from te_fast.layers.layernorm_mlp import LayerNormMLP
 from te_fast.layers.linear import Linear
 from te_fast.layers.norm import LayerNorm, RMSNorm
@@ -142,7 +144,10 @@ class TransformerLayer(CompositeModule):
     ShapeError
         If sizes do not fit, a name is unknown, or arguments contradict each other.
     ArgumentError
-        If `tp_size` is not that of `tp_group`, or is above 1 without `set_parallel_mode`.
+        If `tp_size` is not that of `tp_group`, or is above 1 without `set_parallel_mode`, or a probability is out of
+        range.
+    DtypeError
+        If a size or a probability is no number.
 
     See Also
     --------
@@ -309,7 +314,8 @@ class TransformerLayer(CompositeModule):
         self.get_rng_state_tracker = given["get_rng_state_tracker"]
         self.attn_input_format: str = given["attn_input_format"]
         self.softmax_type: str = given["softmax_type"]
-        self.hidden_dropout: float = given["hidden_dropout"]
+        dropout = checked_probability(self._shown, "hidden_dropout", given["hidden_dropout"])
+        self.hidden_dropout: float = dropout
 
     def _name_of(self, part: str) -> str | None:
         return None if self.name is None else f"{self.name}.{part}"
@@ -416,6 +422,8 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
         UnsupportedError
             For what torch's kernels cannot do.
         """
+        if enc_dec_attn_mask_type is not None:  # an encoder does not read it
+            check_mask(self._shown, enc_dec_attn_mask_type)
         has_options = (
             attention_mask is not None
             or self_attn_mask_type is not None
@@ -487,10 +495,14 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
 
         With `notes`, the next call without options is compared with this one.
         """
+        if not isinstance(hidden_states, torch.Tensor):
+            message = f"{self._shown}: hidden_states must be a torch.Tensor, got {type(hidden_states).__name__}"
+            raise DtypeError(message)
         if self.sequence_parallel and self.seq_length is not None:
             self._check_share(hidden_states)
         hidden = hidden_states.contiguous()
-        if torch.is_autocast_enabled(hidden.device.type):
+        # torch has no autocast for the meta device.
+        if not hidden.is_meta and torch.is_autocast_enabled(hidden.device.type):
             hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
         tail = self._tail_for(hidden)
         if tail is not None:
@@ -659,7 +671,13 @@ def _or_own(given: Any, own: Any) -> Any:
 
 
 def _check_arguments(layer: str, given: dict[str, Any]) -> None:
-    """Raise for arguments that contradict each other."""
+    """Raise for arguments that are unknown, or contradict each other."""
+    check_mask(layer, given["self_attn_mask_type"], given["window_size"])
+    check_mask(layer, given["enc_dec_attn_mask_type"], given["enc_dec_window_size"])
+    rate = given["drop_path_rate"]
+    if checked_probability(layer, "drop_path_rate", rate) == 1.0:
+        message = f"{layer}: drop_path_rate must be below 1, since 1 drops every sample, got {rate}"
+        raise ArgumentError(message)
     if given["layer_type"] not in ("encoder", "decoder"):
         message = f"{layer}: layer_type must be 'encoder' or 'decoder', got {given['layer_type']!r}"
         raise ShapeError(message)
