@@ -65,7 +65,32 @@ def test_main_grad_is_missing(fp8):
     x, grad = inputs(32, layer)
     with te.autocast(enabled=fp8):
         y = layer(x)
-    with pytest.raises(RuntimeError, match="main_grad"):
+    with pytest.raises(RuntimeError, match=f"{layer.name}: linear: .*main_grad"):
+        y.backward(grad)
+
+
+@pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "high precision"])
+@pytest.mark.parametrize("split", [None, ("q", "k")], ids=["whole", "split"])
+@pytest.mark.parametrize(
+    ("buffer", "error"),
+    [
+        (3, DtypeError),
+        (lambda weight: torch.zeros(1, 64), ShapeError),
+        (lambda weight: torch.zeros_like(weight, dtype=torch.int32), ShapeError),
+        (lambda weight: torch.zeros(len(weight), 128)[:, ::2], ShapeError),
+        (lambda weight: torch.zeros_like(weight, device="meta"), (ShapeError, DtypeError)),
+    ],
+    ids=["number", "shape", "integers", "strided", "meta"],
+)
+def test_main_grad_that_cannot_take_the_gradient(buffer, error, split, fp8):
+    layer = make(fuse_wgrad_accumulation=True, parameters_split=split, name="proj")
+    for name in layer.weight_names:
+        weight = getattr(layer, name)
+        weight.main_grad = buffer(weight) if callable(buffer) else buffer
+    x, grad = inputs(32, layer)
+    with te.autocast(enabled=fp8):
+        y = layer(x)
+    with pytest.raises(error, match="proj: .*main_grad must be"):
         y.backward(grad)
 
 

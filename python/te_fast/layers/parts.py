@@ -45,14 +45,16 @@ class _Concatenate(torch.autograd.Function):
             takes = [part if needed else None for part, needed in trained]
             for part in takes if ctx.overwrite else ():
                 if part is not None:
-                    main_grad.main_grad_of(part).zero_()
+                    main_grad.main_grad_of(part, ctx.layer.name).zero_()
             after = main_grad.after_main_grad
             return (None, None, None, *(None if part is None else after(part) for part in takes))
         parts = grad.split([part.shape[0] for part in ctx.parts])
         if not ctx.layer.fuse_wgrad_accumulation:
             return (None, None, None, *parts)
         given = [
-            main_grad.give(parameter, part, fuse=True, overwrite=ctx.overwrite) if needed else None
+            main_grad.give(parameter, part, ctx.layer.name, fuse=True, overwrite=ctx.overwrite)
+            if needed
+            else None
             for parameter, part, needed in zip(
                 ctx.parts, parts, ctx.needs_input_grad[3:], strict=True
             )

@@ -538,7 +538,7 @@ class ProgramLayer(TransformerEngineBaseModule):
         weight, fuse = getattr(self, name), self.fuse_wgrad_accumulation
         dw = native.program_backward_dw(handle, weight, fuse)
         if dw is not None:
-            main_grad.give(weight, dw, fuse=fuse, overwrite=False)
+            main_grad.give(weight, dw, self.name, fuse=fuse, overwrite=False)
 
     # Parameters ----------------------------------------------------------------------------------
 

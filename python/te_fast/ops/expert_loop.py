@@ -211,7 +211,8 @@ class ExpertLoop:
         whole = getattr(owner, kind)
         parts: list[Any] = list(_Unstack.apply(whole, fuse))
         if fuse and whole.requires_grad:
-            for part, grad in zip(parts, main_grad.main_grad_of(whole), strict=True):
+            buffer = main_grad.main_grad_of(whole, self._experts.name)
+            for part, grad in zip(parts, buffer, strict=True):
                 part.main_grad = grad
                 part.overwrite_main_grad = getattr(whole, "overwrite_main_grad", False)
         return parts
@@ -231,7 +232,7 @@ class ExpertLoop:
         if experts.is_stack and not experts.fuse:
             grads = [grad for grad in found if grad is not None]
             stack = experts.owner.weight
-            main_grad.give(stack, torch.stack(grads), fuse=False, overwrite=False)
+            main_grad.give(stack, torch.stack(grads), experts.name, fuse=False, overwrite=False)
         for weight, grad in zip(weights, found, strict=True):
             if grad is not None and weight.requires_grad and not experts.is_stack:
-                main_grad.give(weight, grad, fuse=experts.fuse, overwrite=False)
+                main_grad.give(weight, grad, experts.name, fuse=experts.fuse, overwrite=False)

@@ -41,7 +41,7 @@ class _Linear(torch.autograd.Function):
         if needs_weight and handle.delay_wgrad_compute:
             handle.defer(x, grad, ctx.overwrite)
         elif needs_weight and fuses:
-            out = main_grad_of(ctx.parameter)
+            out = main_grad_of(ctx.parameter, handle.name)
             overwrite = ctx.overwrite or getattr(ctx.parameter, "overwrite_main_grad", False)
             native.weight_gradient(x, grad, out, not overwrite)
         elif needs_weight:

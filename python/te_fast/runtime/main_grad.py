@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from te_fast.errors import StateError
+from te_fast.errors import DtypeError, ShapeError, StateError
 
 _dummy_wgrads: dict[tuple[Any, ...], torch.Tensor] = {}
 
@@ -50,33 +50,56 @@ def dummy_wgrad_for(weight: torch.Tensor) -> torch.Tensor:
     return get_dummy_wgrad(list(weight.shape), weight.dtype, zero, weight.device)
 
 
-def main_grad_of(parameter: torch.Tensor) -> torch.Tensor:
+def main_grad_of(parameter: torch.Tensor, layer: str) -> torch.Tensor:
     """Return the buffer that a parameter's gradient is added to.
+
+    Parameters
+    ----------
+    parameter : torch.Tensor
+        The parameter.
+    layer : str
+        Name of the layer or operation, for messages.
 
     Raises
     ------
     StateError
         If there is no buffer.
+    DtypeError
+        If the buffer is no tensor.
+    ShapeError
+        If the buffer cannot take the gradient.
     """
     if hasattr(parameter, "__fsdp_param__"):
         parameter.main_grad = parameter.get_main_grad()  # type: ignore[attr-defined]
     grad = getattr(parameter, "main_grad", None)
     if grad is None:
         message = (
-            "linear: fuse_wgrad_accumulation=True needs weight.main_grad; set it before backward, or "
+            f"{layer}: linear: fuse_wgrad_accumulation=True needs weight.main_grad; set it before backward, or "
             "construct the layer without"
         )
         raise StateError(message)
-    result: torch.Tensor = grad
-    return result
+    if not isinstance(grad, torch.Tensor):
+        message = f"{layer}: linear: main_grad must be a tensor, got {type(grad).__name__}; set the weight's buffer"
+        raise DtypeError(message)
+    fits = grad.shape == parameter.shape and grad.device == parameter.device
+    # A view with gaps is refused as in FP8, where one product adds to the whole buffer.
+    if not (fits and grad.is_floating_point() and grad.is_contiguous()):
+        contiguous = "" if grad.is_contiguous() else f" and strides {list(grad.stride())}"
+        message = (
+            f"{layer}: linear: main_grad must be a contiguous float tensor of shape {list(parameter.shape)} on "
+            f"{parameter.device}, got {grad.dtype} of shape {list(grad.shape)}{contiguous} on {grad.device}"
+        )
+        raise ShapeError(message)
+    return grad
 
 
 def give(
-    parameter: torch.Tensor, grad: torch.Tensor, *, fuse: bool, overwrite: bool
+    parameter: torch.Tensor, grad: torch.Tensor, layer: str, *, fuse: bool, overwrite: bool
 ) -> torch.Tensor | None:
     """Give a computed gradient to a parameter.
 
-    The gradient goes into ``main_grad`` with `fuse`, else into ``.grad``. Returns the gradient for autograd.
+    The gradient goes into ``main_grad`` with `fuse`, else into ``.grad``. Errors name the `layer`. Returns the gradient
+    for autograd.
     """
     if not fuse:
         if parameter.grad is None:
@@ -84,7 +107,7 @@ def give(
         else:
             parameter.grad += grad
         return None
-    main_grad = main_grad_of(parameter)
+    main_grad = main_grad_of(parameter, layer)
     if overwrite or getattr(parameter, "overwrite_main_grad", False):
         main_grad.copy_(grad)
     else:

@@ -83,8 +83,10 @@ def compute_deferred(handle: native.WeightHandle, parts: list[torch.Tensor], *, 
 
     With `fuse`, it goes into their ``main_grad``; the product itself adds if these are adjacent.
     """
-    # One that is missing is noticed before a gradient is computed.
-    buffers = [main_grad.main_grad_of(part) for part in parts if fuse and part.requires_grad]
+    # One that is missing or does not fit is noticed before a gradient is computed.
+    buffers = [
+        main_grad.main_grad_of(part, handle.name) for part in parts if fuse and part.requires_grad
+    ]
     adjacent = are_adjacent(parts)
     whole = whole_of(parts) if adjacent else joined([part.detach() for part in parts])
     overwrites = {bool(getattr(part, "overwrite_main_grad", False)) for part in parts}
@@ -105,4 +107,4 @@ def compute_deferred(handle: native.WeightHandle, parts: list[torch.Tensor], *, 
         return
     for parameter, part in zip(parts, dw.split([p.shape[0] for p in parts]), strict=True):
         if parameter.requires_grad:
-            main_grad.give(parameter, part, fuse=fuse, overwrite=False)
+            main_grad.give(parameter, part, handle.name, fuse=fuse, overwrite=False)

@@ -222,7 +222,9 @@ class BasicLinear(WeightedOperation):
         dw: Any = native.weight_gradient(x, grad_output)
         if not self._accumulate_into_main_grad:
             return dx, (dw.to(self.weight.dtype),)
-        return dx, (main_grad.give(self.weight, dw, fuse=True, overwrite=False),)
+        return dx, (
+            main_grad.give(self.weight, dw, type(self).__name__, fuse=True, overwrite=False),
+        )
 
     def _quantizer_of_rows(self, recipe: Recipe, role: Role, group: Any) -> Any:
         """Return the quantizer for gathered rows of the input or of the result's gradient; None to gather values."""
