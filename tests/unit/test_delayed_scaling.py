@@ -16,7 +16,7 @@ import delayed_states
 import te_fast.pytorch as te
 from delayed_states import record
 from te_fast.common.recipe import DelayedScaling, Float8CurrentScaling, Format
-from te_fast.errors import ShapeError, StateError
+from te_fast.errors import DtypeError, RecipeError, ShapeError, StateError
 from te_fast.pytorch import quantization as q
 from te_fast.runtime import delayed, native
 from te_fast.runtime.delayed import states
@@ -195,6 +195,43 @@ def test_own_scaling_with_the_default_maximum():
     with q.autocast(recipe=state.recipe):
         record(state, [4.0, 8.0])
     assert state.scale.tolist() == [0.25, 0.125]
+
+
+@pytest.mark.parametrize("field", ["amax_compute_algo", "scaling_factor_compute_algo"])
+@pytest.mark.parametrize(
+    "result", [None, 1.0, torch.ones(2)], ids=["nothing", "float", "other shape"]
+)
+def test_own_algorithms_that_return_no_number_for_each_tensor(field, result):
+    fails = [True]
+
+    def algorithm(amax, *_):
+        return result if fails[0] else torch.ones(3)
+
+    layer = te.Linear(32, 32, device="cpu", name="proj")
+    recipe = DelayedScaling(amax_history_len=4, **LOCAL, **{field: algorithm})
+    with (
+        pytest.raises(RecipeError, match=f"proj: delayed scaling: .*{field} must return"),
+        te.autocast(recipe=recipe),
+    ):
+        layer(torch.ones(16, 32))
+    # The error has been told: regions in which the layer does not run do not raise it again.
+    with te.autocast(recipe=DelayedScaling(**LOCAL)):
+        pass
+    fails[0] = False
+    with torch.no_grad(), te.autocast(recipe=recipe):
+        y = layer(torch.ones(16, 32))
+    assert torch.isfinite(y).all()
+
+
+@pytest.mark.parametrize(
+    ("length", "error"), [(-3, ShapeError), (0, ShapeError), ("a", DtypeError)]
+)
+def test_histories_of_no_length(length, error):
+    layer = te.Linear(32, 32, device="cpu", name="proj")
+    with te.autocast(recipe=DelayedScaling(**LOCAL)):
+        layer(torch.ones(16, 32))
+    with pytest.raises(error, match="proj: length"):
+        layer.adjust_amax_history_length(length)
 
 
 def test_buffers_die_with_their_owner():

@@ -2,6 +2,7 @@ import copy
 import dataclasses
 import io
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -121,6 +122,56 @@ def test_an_edit_reaches_the_dispatcher(cls, name, value):
     assert (repr(recipe) == text) == (name in ("amax_compute_algo", "scaling_factor_compute_algo"))
     if name in {field.name for field in dataclasses.fields(cls)}:
         assert native_recipe(cls(**{name: value})) == edited
+
+
+@pytest.mark.parametrize(
+    "name", ["fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"]
+)
+@pytest.mark.parametrize(
+    ("base", "flag", "sets"),
+    [
+        (Float8CurrentScaling, "use_power_2_scales", True),
+        (Float8BlockScaling, "use_f32_scales", False),
+    ],
+)
+def test_subclasses_have_quantisations_of_their_own(base, flag, sets, name):
+    own = QParams(power_2_scale=not getattr(base, name).power_2_scale, amax_epsilon=0.5)
+    others = {"fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"} - {name}
+    recipe = type("Mine", (base,), {name: own})()
+    assert getattr(recipe, name) == own
+    assert native_recipe(recipe) != native_recipe(base())
+    assert all(getattr(recipe, other) == getattr(base, other) for other in others)
+    setattr(recipe, flag, True)
+    assert getattr(recipe, name) == dataclasses.replace(own, power_2_scale=sets)
+
+
+class Scaler:
+    """An algorithm that cannot be hashed, with a method that is one, too."""
+
+    __hash__ = None
+
+    def __eq__(self, other):
+        return self is other
+
+    def __call__(self, amax, *_):
+        return amax
+
+    def method(self, amax, *_):
+        return amax
+
+
+@pytest.mark.parametrize("field", ["amax_compute_algo", "scaling_factor_compute_algo"])
+@pytest.mark.parametrize("get", [lambda one: one, lambda one: one.method], ids=["object", "method"])
+def test_algorithms_are_told_apart_and_not_kept(field, get):
+    first, second = Scaler(), Scaler()
+    recipes = [DelayedScaling(**{field: get(one)}) for one in (first, first, second)]
+    natives = [native_recipe(recipe) for recipe in recipes]
+    assert natives[0] == natives[1]
+    assert natives[0] != natives[2]
+    assert native_recipe(DelayedScaling()) not in natives
+    gone = weakref.ref(first)
+    del first, recipes
+    assert gone() is None
 
 
 def test_power_2_flag_of_the_constructor_takes_effect():

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 import te_fast
-from te_fast.errors import DtypeError, UnsupportedError
+from te_fast.errors import DtypeError, ShapeError, UnsupportedError
+from te_fast.layers.parameters import check_sizes
 from te_fast.layers.wgrad_store import WeightGradStore
 from te_fast.parallel.checkpoint import Share, shares_by_marks
 from te_fast.parallel.quantized import Role, quantizer_of_rows
@@ -340,7 +341,17 @@ class TransformerEngineBaseModule(StatefulModule):
         self._drop_slots()
 
     def adjust_amax_history_length(self, length: int, fwd: bool | None = None) -> None:
-        """Cut the histories, or extend them by zeros, to `length` rows."""
+        """Cut the histories, or extend them by zeros, to `length` rows.
+
+        Raises
+        ------
+        DtypeError, ShapeError
+            If `length` is no integer of 1 or more.
+        """
+        check_sizes(self.name, length=length)
+        if length == 0:
+            message = f"{self.name}: length must be at least 1, got 0"
+            raise ShapeError(message)
         states = self._delayed_states()
         if states is None:
             return

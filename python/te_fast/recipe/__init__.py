@@ -42,9 +42,6 @@ _GEMMS = ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad")
 _FAST = MMParams(use_split_accumulator=False)
 _SPLIT = MMParams(use_split_accumulator=True)
 
-# Users' algorithms, numbered so that recipes with equal numbers behave alike.
-_algorithms: dict[tuple[Any, Any], int] = {}
-
 
 @takes_any_keyword
 @dataclass(repr=False)
@@ -127,21 +124,17 @@ class DelayedScaling(Recipe):
         items = [("margin", self.margin), ("format", self.fp8_format)]
         return items + [(name, getattr(self, name)) for name in names]
 
-    def _has_custom_algorithm(self) -> bool:
-        return callable(self.amax_compute_algo) or self.scaling_factor_compute_algo is not None
-
     def _describe(self) -> dict[str, Any]:
-        custom = 0
-        if self._has_custom_algorithm():
-            key = (self.amax_compute_algo, self.scaling_factor_compute_algo)
-            custom = _algorithms.setdefault(key, len(_algorithms) + 1)
+        # Recipes with equal numbers behave alike. Numbers of callables that have gone are used again: 16 bits do.
+        algorithms = self.amax_compute_algo, self.scaling_factor_compute_algo
+        of_amax, of_scale = [identity_of(one).number if callable(one) else 0 for one in algorithms]
         return {
             **super()._describe(),
             "margin": self.margin,
             "history_len": self.amax_history_len,
             "most_recent": self.amax_compute_algo == "most_recent",
             "reduce_amax": bool(self.reduce_amax),
-            "custom": custom,
+            "custom": of_amax << 16 | of_scale,
         }
 
 
@@ -155,9 +148,14 @@ def _quantizations(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def _set_power_2_scales(recipe: Recipe, power_2_scale: bool) -> None:
+def _set_power_2_scales(
+    recipe: Recipe, power_2_scale: bool, base: type[Recipe] | None = None
+) -> None:
+    """Set the scales' rounding of the three quantisations; with a `base`, not of those that a subclass has replaced."""
     for name in _QUANTIZATIONS:
         quantization: QParams = getattr(recipe, name)
+        if base is not None and quantization is not getattr(base, name):
+            continue
         if quantization.power_2_scale != power_2_scale:
             setattr(recipe, name, replace(quantization, power_2_scale=power_2_scale))
 
@@ -212,9 +210,11 @@ class Float8CurrentScaling(Recipe):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Assign; the flag reaches the three quantisations."""
+        is_default = name not in vars(self) and value == getattr(type(self), name, None)
         super().__setattr__(name, value)
         if name == "use_power_2_scales":
-            _set_power_2_scales(self, bool(value))
+            # The constructor's default leaves a subclass's attributes alone.
+            _set_power_2_scales(self, bool(value), Float8CurrentScaling if is_default else None)
 
     def _repr_items(self) -> list[tuple[str, Any]]:
         names = (*_QUANTIZATIONS, *_GEMMS, "fp8_dpa", "fp8_mha", "backward_override")
@@ -321,9 +321,11 @@ class Float8BlockScaling(Recipe):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Assign; the flag reaches the three quantisations."""
+        is_default = name not in vars(self) and value == getattr(type(self), name, None)
         super().__setattr__(name, value)
         if name == "use_f32_scales":
-            _set_power_2_scales(self, not value)
+            # The constructor's default leaves a subclass's attributes alone.
+            _set_power_2_scales(self, not value, Float8BlockScaling if is_default else None)
 
     def _dimensions(self) -> tuple[int, int, int]:
         return (self.x_block_scaling_dim, self.w_block_scaling_dim, self.grad_block_scaling_dim)

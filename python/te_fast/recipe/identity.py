@@ -1,4 +1,4 @@
-"""Numbers that tell the factories of custom recipes apart, without keeping the factories alive."""
+"""Numbers that tell the callables of recipes apart, without keeping the callables alive."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 
 class Identity:
-    """Stands for a factory as long as the factory lives.
+    """Stands for a callable as long as the callable lives.
 
     Attributes
     ----------
     number : int
-        From 1. Another factory gets the number when this one has gone.
+        From 1. Another callable gets the number when this one has gone.
     """
 
     __slots__ = ("anchor", "number")
@@ -29,18 +29,18 @@ _numbers = itertools.count(1)
 _free: list[int] = []
 
 
-def identity_of(factory: Callable[..., Any]) -> Identity:
-    """Return the identity of a factory; a method is the same factory as long as its object is the same.
+def identity_of(function: Callable[..., Any]) -> Identity:
+    """Return the identity of a callable; a method is the same callable as long as its object is the same.
 
     Parameters
     ----------
-    factory : Callable
-        The factory.
+    function : Callable
+        A factory of quantizers, or an algorithm of delayed scaling.
     """
     # A method is made anew each time that it is read.
-    function, owner = getattr(factory, "__func__", None), getattr(factory, "__self__", None)
-    anchor = factory if function is None or owner is None else owner
-    key = id(anchor), 0 if anchor is factory else id(function)
+    plain, owner = getattr(function, "__func__", None), getattr(function, "__self__", None)
+    anchor = function if plain is None or owner is None else owner
+    key = id(anchor), 0 if anchor is function else id(plain)
     known = _known.get(key)
     if known is not None and known.anchor() is anchor:
         return known

@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from te_fast import _config
-from te_fast.errors import RanksError, StateError, TeFastError
+from te_fast.errors import RanksError, RecipeError, StateError, TeFastError
 from te_fast.recipe import DelayedScaling, Format, Recipe
 from te_fast.runtime import native
 
@@ -64,6 +64,7 @@ class DelayedScalingRecipeState:
     __slots__ = (
         "__weakref__",
         "_amax_history",
+        "_has_failed",
         "_native",
         "_owner",
         "_scale",
@@ -107,6 +108,8 @@ class DelayedScalingRecipeState:
                 self._scale, self._amax_history = self._scale.clone(), self._amax_history.clone()
         self.recipe = recipe
         self.group = group
+        #: Whether the recipe's algorithms have failed; the error is raised once for each time that the owner ran.
+        self._has_failed = False
         form = native_recipe(recipe)
         forward = self.mode == "forward"
         former = getattr(self, "_slots", None)
@@ -401,9 +404,26 @@ def _update_in_python(
             continue
         if maxima is not None:
             state.amax_history[0].copy_(maxima[first : first + state.num_quantizers])
-        _update_unfused(state, fp8_max(state.recipe, forward=forward))
+        if state._has_failed and not state.slots.ran:
+            continue
+        state._has_failed = True
         state.slots.clear_ran()
+        _update_unfused(state, fp8_max(state.recipe, forward=forward))
+        state._has_failed = False
     native.note_scale_change()
+
+
+def _checked(result: Any, state: DelayedScalingRecipeState, field: str) -> torch.Tensor:
+    """Return what a user's algorithm has computed, if it is a number for each tensor, or one for all."""
+    is_tensor = isinstance(result, torch.Tensor)
+    if is_tensor and result.shape in (state.scale.shape, (1,), ()):
+        return result
+    got = f"one of shape {list(result.shape)}" if is_tensor else type(result).__name__
+    message = (
+        f"{state._owner}: delayed scaling: the recipe's {field} must return a tensor of shape "
+        f"{list(state.scale.shape)}, a number for each tensor of the layer, got {got}"
+    )
+    raise RecipeError(message)
 
 
 def _update_unfused(state: DelayedScalingRecipeState, largest: float) -> None:
@@ -414,7 +434,7 @@ def _update_unfused(state: DelayedScalingRecipeState, largest: float) -> None:
     recipe, history, scale = state.recipe, state.amax_history, state.scale
     algorithm = recipe.amax_compute_algo
     if callable(algorithm):
-        amax = algorithm(history)
+        amax = _checked(algorithm(history), state, "amax_compute_algo")
     elif algorithm == "max":
         amax = history.amax(dim=0)
     else:
@@ -423,7 +443,8 @@ def _update_unfused(state: DelayedScalingRecipeState, largest: float) -> None:
         history.copy_(torch.roll(history, -1, 0))
     history[0].zero_()
     if recipe.scaling_factor_compute_algo is not None:
-        scale.copy_(recipe.scaling_factor_compute_algo(amax, scale, largest, recipe))
+        made = recipe.scaling_factor_compute_algo(amax, scale, largest, recipe)
+        scale.copy_(_checked(made, state, "scaling_factor_compute_algo"))
         return
     fresh = (largest / amax) / (2**recipe.margin)
     fresh = torch.where((amax > 0.0) & torch.isfinite(amax), fresh, scale)
