@@ -259,3 +259,10 @@ def test_any_splits(splits, align, tail, seed):
     assert torch.equal(
         te.moe_sort_chunks_by_index(longer, torch.tensor(splits), order), longer[expected]
     )
+
+
+@pytest.mark.parametrize("number", ["a", 0, -1, 2.0])
+def test_number_of_gemms_is_a_positive_integer(number):
+    for cls in (te.Fp8Padding, te.Fp8Unpadding):
+        with pytest.raises(ShapeError, match=f"^{cls.__name__}: num_gemms must be"):
+            cls(number, 16)

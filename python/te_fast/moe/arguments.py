@@ -68,7 +68,7 @@ def blame(
     op : str
         The function.
     error : Exception
-        The error that Python or torch raised.
+        The error that Python, torch or a kernel raised.
     values : mapping of str to object
         The function's arguments, as `locals()` has them.
     optional : sequence of str
@@ -77,9 +77,14 @@ def blame(
     Returns
     -------
     Exception
-        A :class:`te_fast.errors.DtypeError`, or `error` if every argument has its class.
+        A :class:`te_fast.errors.DtypeError`, or `error` if every argument has its class; an error of te_fast, with the
+        function's name.
     """
     if isinstance(error, TeFastError):
+        # Several functions share a kernel, whose errors have the name of one of them.
+        named, colon, rest = str(error).partition(": ")
+        if colon and named != op and (named == "te_fast" or named.startswith("moe_")):
+            return type(error)(f"{op}: {rest}")
         return error
     for name, (fits, expected) in _KINDS.items():
         if name not in values or (values[name] is None and name in optional):

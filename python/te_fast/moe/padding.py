@@ -29,6 +29,9 @@ class _Aligned(torch.nn.Module):
 
     def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
         super().__init__()
+        if not (arguments.is_integer(num_gemms) and num_gemms > 0):
+            msg = f"{type(self).__name__}: num_gemms must be a positive integer, got {num_gemms!r}"
+            raise ShapeError(msg)
         if align_size is not None and not (arguments.is_integer(align_size) and align_size > 0):
             msg = (
                 f"{type(self).__name__}: align_size must be a positive integer, got {align_size!r}"

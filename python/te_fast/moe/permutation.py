@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from te_fast.errors import DtypeError, ShapeError
+from te_fast.errors import DtypeError, ShapeError, TeFastError
 from te_fast.moe import arguments
 from te_fast.moe import kernels as impl
 
@@ -79,7 +79,7 @@ def moe_permute(
             rows = num_out_tokens
         out, _, row_id_map, _, _ = impl.permute(inp, None, routing_map, rows, 0, index=index)
         return out, row_id_map
-    except (AttributeError, TypeError) as error:
+    except (AttributeError, TypeError, TeFastError) as error:
         raise arguments.blame(moe_permute.__name__, error, locals(), ("num_out_tokens",)) from None
 
 
@@ -138,7 +138,7 @@ def moe_permute_with_probs(
             inp, probs, routing_map, num_out_tokens, 0, index=False
         )
         return out, permuted_probs, row_id_map
-    except (AttributeError, TypeError) as error:
+    except (AttributeError, TypeError, TeFastError) as error:
         raise arguments.blame(
             moe_permute_with_probs.__name__, error, locals(), ("num_out_tokens",)
         ) from None
@@ -225,7 +225,7 @@ def moe_permute_and_pad_with_probs(
             inp, probs, routing_map, rows, align_size, index=False
         )
         return out, permuted_probs, row_id_map, pad_offsets if rows != sum(counts) else None, padded
-    except (AttributeError, TypeError) as error:
+    except (AttributeError, TypeError, TeFastError) as error:
         raise arguments.blame(
             moe_permute_and_pad_with_probs.__name__,
             error,
@@ -326,7 +326,7 @@ def moe_permute_and_quantize(
             raise ShapeError(msg)
         cast = (fp8_dtype == torch.float8_e5m2, scale, amax, amax_epsilon, power_2_scale)
         return impl.permute_cast(inp, probs, routing_map, num_out_tokens, align_size, cast)
-    except (AttributeError, TypeError) as error:
+    except (AttributeError, TypeError, TeFastError) as error:
         raise arguments.blame(
             moe_permute_and_quantize.__name__, error, locals(), ("probs", "scale", "amax")
         ) from None
@@ -422,7 +422,7 @@ def moe_unpermute(
                 inp, merging_probs, restore_shape or (tokens, inp.size(1))
             )
         return impl.unpermute(inp, row_id_map, merging_probs, pad_offsets, tokens, top_k)
-    except (AttributeError, TypeError) as error:
+    except (AttributeError, TypeError, TeFastError) as error:
         raise arguments.blame(
             moe_unpermute.__name__,
             error,
@@ -471,7 +471,7 @@ def moe_sort_chunks_by_index(
             return inp
         out, _ = impl.sort_chunks(inp, None, *arguments.on_device(inp, split_sizes, sorted_index))
         return out
-    except (AttributeError, TypeError) as error:
+    except (AttributeError, TypeError, TeFastError) as error:
         raise arguments.blame(moe_sort_chunks_by_index.__name__, error, locals()) from None
 
 
@@ -515,7 +515,7 @@ def moe_sort_chunks_by_index_with_probs(
         if not inp.numel():
             return inp, probs
         return impl.sort_chunks(inp, probs, *arguments.on_device(inp, split_sizes, sorted_index))
-    except (AttributeError, TypeError) as error:
+    except (AttributeError, TypeError, TeFastError) as error:
         raise arguments.blame(
             moe_sort_chunks_by_index_with_probs.__name__, error, locals()
         ) from None
