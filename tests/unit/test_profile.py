@@ -10,6 +10,7 @@ import te_fast
 import te_fast.profiling
 import te_fast.pytorch as te
 from te_fast.common.recipe import DelayedScaling
+from te_fast.errors import ArgumentError
 from te_fast.profiling.timing import interleave
 
 
@@ -135,3 +136,12 @@ def test_a_module_that_maps_no_rows_has_no_reference(tmp_path):
     pytest.importorskip("matplotlib")
     report.plot(tmp_path / "pair.png")
     assert "cpu" in te_fast.profile(Pair(), 3, rounds=2, calls=2).subject
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"rounds": 0}, {"calls": 0}, {"rounds": "a"}, {"module": None}], ids=str
+)
+def test_wrong_arguments_are_named(wrong):
+    arguments = {"module": te.Linear(16, 16, device="cpu"), "rounds": 1, "calls": 1, **wrong}
+    with pytest.raises(ArgumentError, match=f"^profile: {next(iter(wrong))} must be"):
+        te_fast.profile(arguments.pop("module"), torch.ones(16, 16), **arguments)

@@ -177,11 +177,25 @@ def _stages(
     return {name: statistics.median(values) for name, values in samples.items()}
 
 
+def _check(module: Any, **counts: Any) -> None:
+    from te_fast.errors import ArgumentError
+
+    if not isinstance(module, torch.nn.Module):
+        message = f"profile: module must be a torch.nn.Module, got {type(module).__name__}"
+        raise ArgumentError(message)
+    for name, number in counts.items():
+        if not isinstance(number, int) or number < 1:
+            message = f"profile: {name} must be an integer of 1 or more, got {number!r}"
+            raise ArgumentError(message)
+
+
 def profile(module: torch.nn.Module, *inputs: Any, rounds: int = 30, calls: int = 20) -> Report:
     """Measure where the host time of ``module(*inputs)`` goes.
 
     The measurement runs in the autocast state of the caller. On the CPU the host backend computes
-    within the call, so its stages include the arithmetic.
+    within the call, so its stages include the arithmetic. The calls are real ones: under delayed scaling
+    their maxima enter the histories, and so the scales of later iterations. To keep these, profile a
+    copy of the module.
 
     Parameters
     ----------
@@ -199,6 +213,11 @@ def profile(module: torch.nn.Module, *inputs: Any, rounds: int = 30, calls: int 
         Totals and stages; if the module maps rows to rows, also the ratio to an ``nn.Linear`` of as many columns;
         ``print`` shows the table.
 
+    Raises
+    ------
+    ArgumentError
+        If `module` is no module, or `rounds` or `calls` is no integer of 1 or more.
+
     See Also
     --------
     te_fast.doctor : Where the time of a whole script goes.
@@ -213,6 +232,7 @@ def profile(module: torch.nn.Module, *inputs: Any, rounds: int = 30, calls: int 
     >>> report.subject
     'Linear, [16 x 64] -> 32, torch.float32, cpu'
     """
+    _check(module, rounds=rounds, calls=calls)
     x = inputs[0] if inputs else None
     device = _device_of(module, inputs)
     with torch.no_grad():
