@@ -515,3 +515,13 @@ def test_biases_are_zero_at_first(single):
         weight = getattr(op, f"weight{number}")
         assert weight.std().item() == pytest.approx(1 / (64 * 3) ** 0.5, rel=0.05)
         assert weight.abs().max() <= 1 / 64**0.5
+
+
+def test_the_hook_has_transformer_engines_keyword():
+    op, fired = ops.GroupedLinear(2, 16, 16, device="cpu", delay_wgrad_compute=True), []
+    op.register_wgrad_accumulation_and_reduce_hooks(
+        wgrad_accumulation_and_reduce_hook=lambda: fired.append(1)
+    )
+    op(torch.ones(4, 16), torch.tensor([2, 2])).sum().backward()
+    op.backward_dw()
+    assert fired == [1]

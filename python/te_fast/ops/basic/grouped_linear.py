@@ -293,9 +293,11 @@ class GroupedLinear(ExtraTensorOperation, WeightedOperation):
         """Tell whether :meth:`backward_dw` computes the weights' gradients."""
         return self.delay_wgrad_compute
 
-    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
+    def register_wgrad_accumulation_and_reduce_hooks(
+        self, wgrad_accumulation_and_reduce_hook: Callable[[], None]
+    ) -> None:
         """Call a hook after each :meth:`backward_dw`."""
-        self.wgrad_accumulation_and_reduce_hooks.append(hook)
+        self.wgrad_accumulation_and_reduce_hooks.append(wgrad_accumulation_and_reduce_hook)
 
     def _has_deferred(self) -> bool:
         """Tell whether weight gradients wait for :meth:`backward_dw`."""
