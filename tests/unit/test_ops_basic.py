@@ -10,7 +10,14 @@ import ops_reference as ref
 import te_fast.pytorch as te
 from ops_reference import leaf
 from te_fast.common.recipe import DelayedScaling, Float8CurrentScaling
-from te_fast.errors import ArgumentError, DtypeError, ShapeError, StateError, UnsupportedError
+from te_fast.errors import (
+    ArgumentError,
+    DtypeError,
+    ShapeError,
+    StateError,
+    TeFastError,
+    UnsupportedError,
+)
 from te_fast.ops import chain as chains
 from te_fast.pytorch import ops
 
@@ -611,3 +618,36 @@ def test_a_bias_computes_in_the_wider_type(way):
     assert bias(leaf(2, 8)).dtype == torch.float32
     assert bias(leaf(2, 8, dtype=torch.bfloat16)).dtype == torch.bfloat16
     assert ops.Bias(8, device="cpu")(leaf(2, 8, dtype=torch.bfloat16)).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: ops.ConstantScale("a"), "ConstantScale: scale"),
+        (lambda: ops.ConstantScale(torch.ones(32)), "ConstantScale: scale"),
+        (lambda: ops.L2Normalization(eps="a"), "L2Normalization: eps"),
+        (lambda: te.LayerNorm(32, eps="a", device="cpu"), "LayerNorm: eps"),
+        (lambda: te.LayerNorm("a", device="cpu"), "LayerNorm: normalized_shape"),
+        (lambda: ops.RMSNorm(2.5, device="cpu"), "RMSNorm: normalized_shape"),
+        (lambda: ops.Reshape("ab"), "Reshape: shape"),
+        (lambda: ops.Reshape(5), "Reshape: shape"),
+        (lambda: ops.Dropout("a"), "Dropout: p"),
+        (lambda: ops.Bias("a"), "Bias: size"),
+        (lambda: ops.Quantize(forward="a"), "Quantize: forward"),
+    ],
+)
+def test_wrong_constants_are_refused_at_construction(make, name):
+    with pytest.raises(TypeError, match=f"^{name} must be") as caught:
+        make()
+    assert isinstance(caught.value, TeFastError)
+
+
+def test_constants_may_be_tensors_of_one_number():
+    assert torch.equal(
+        ops.ConstantScale(torch.tensor(0.5))(torch.ones(2, 2)), torch.full((2, 2), 0.5)
+    )
+
+
+def test_bias_of_a_negative_size():
+    with pytest.raises(ShapeError, match="^Bias: size must not be negative, got -1"):
+        ops.Bias(-1)

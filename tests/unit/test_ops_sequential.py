@@ -498,3 +498,23 @@ def test_a_parametrized_operation_is_refused(ran):
     torch.nn.utils.parametrize.remove_parametrizations(linear, "weight", leave_parametrized=False)
     if wanted is not None:
         assert torch.equal(chain(x), wanted)
+
+
+def test_a_container_does_not_hold_itself():
+    chain = ops.Sequential(ops.GELU())
+    for edit in (
+        lambda: chain.append(chain),
+        lambda: chain.insert(0, chain),
+        lambda: chain.append(torch.nn.Sequential(chain)),
+    ):
+        with pytest.raises(ArgumentError, match="cannot hold itself"):
+            edit()
+    assert len(chain) == 1
+
+
+def test_arguments_of_another_class_are_named():
+    chain = ops.Sequential(ops.GELU())
+    with pytest.raises(ArgumentError, match="op_kwargs must have a dict .* got int"):
+        chain(torch.ones(2, 2), op_kwargs={0: 3})
+    with pytest.raises(ArgumentError, match="expected an iterable of modules, got int"):
+        chain.extend(3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -48,6 +49,21 @@ def parameter_options(
 ) -> dict[str, Any]:
     """Return both for ``torch.empty``."""
     return {"device": parameter_device(device, op), "dtype": parameter_dtype(dtype, op)}
+
+
+def sizes_of(sizes: Any, op: str, argument: str) -> tuple[int, ...]:
+    """Return an iterable of integers as a tuple.
+
+    Raises
+    ------
+    ArgumentError
+        If it is none.
+    """
+    try:
+        return tuple([operator.index(size) for size in sizes])
+    except TypeError:
+        message = f"{op}: {argument} must be integers, got {type(sizes).__name__} {sizes!r}"
+        raise ArgumentError(message) from None
 
 
 def to_real(op: torch.nn.Module, name: str) -> torch.Tensor:

@@ -80,11 +80,18 @@ class Sequential(torch.nn.Module):
             raise StateError(message)
         self.__dict__.update(_module_groups=None, _direct_program=None, _direct_call=None)
 
-    def add_module(self, name: str, module: torch.nn.Module | None) -> None:
-        """Add or replace a module."""
+    def _check_module(self, module: Any) -> None:
+        """Raise unless the container can hold something."""
         if not isinstance(module, torch.nn.Module):
             message = f"Sequential: expected a torch.nn.Module, got {type(module).__name__}"
             raise ArgumentError(message)
+        if any(part is self for part in module.modules()):
+            message = "Sequential: a container cannot hold itself"
+            raise ArgumentError(message)
+
+    def add_module(self, name: str, module: torch.nn.Module | None) -> None:
+        """Add or replace a module."""
+        self._check_module(module)
         self._changed()
         super().add_module(name, module)
 
@@ -151,15 +158,16 @@ class Sequential(torch.nn.Module):
 
     def extend(self, modules: Iterable[torch.nn.Module]) -> Sequential:
         """Add modules at the end."""
+        if not isinstance(modules, Iterable):
+            message = f"Sequential: expected an iterable of modules, got {type(modules).__name__}"
+            raise ArgumentError(message)
         for module in list(modules):
             self.append(module)
         return self
 
     def insert(self, idx: int, module: torch.nn.Module) -> Sequential:
         """Add a module before another."""
-        if not isinstance(module, torch.nn.Module):
-            message = f"Sequential: expected a torch.nn.Module, got {type(module).__name__}"
-            raise ArgumentError(message)
+        self._check_module(module)
         self._changed()
         keys = [*self._modules, self._next_key()]
         modules = list(self._modules.values())
@@ -378,6 +386,12 @@ class Sequential(torch.nn.Module):
                 message = (
                     f"Sequential: op_kwargs has the key {_shown(key)}, which is no fusible operation "
                     "of the container, nor the index of one"
+                )
+                raise ArgumentError(message)
+            if not isinstance(kwargs, dict):
+                message = (
+                    f"Sequential: op_kwargs must have a dict of keyword arguments for {_shown(key)}, got "
+                    f"{type(kwargs).__name__}"
                 )
                 raise ArgumentError(message)
             while isinstance(op, FusedOperation):

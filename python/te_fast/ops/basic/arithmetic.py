@@ -9,6 +9,7 @@ import torch
 from te_fast.errors import ShapeError
 from te_fast.ops.basic.native import ExtraTensorOperation
 from te_fast.ops.op import BasicOperation, OperationContext, PerOp
+from te_fast.runtime.constants import check_numbers
 
 
 class ConstantScale(BasicOperation):
@@ -35,6 +36,7 @@ class ConstantScale(BasicOperation):
 
     def __init__(self, scale: float) -> None:
         super().__init__()
+        check_numbers(type(self).__name__, scale=scale)
         self.scale = scale
 
     def _append_to(self, program: Any, label: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from te_fast.errors import ShapeError
-from te_fast.ops.common import parameter_options, size_of_ranks, to_real
+from te_fast.ops.common import parameter_options, size_of_ranks, sizes_of, to_real
 from te_fast.ops.op import BasicOperation, OperationContext
 from te_fast.parallel.checkpoint import Share
 from te_fast.parallel.ranks import divided
@@ -53,6 +53,9 @@ class Bias(BasicOperation):
     ) -> None:
         super().__init__()
         name = type(self).__name__
+        if sizes_of((size,), name, "size")[0] < 0:
+            message = f"{name}: size must not be negative, got {size}"
+            raise ShapeError(message)
         ranks = 1
         if tensor_parallel:
             ranks = size_of_ranks(tensor_parallel_group, name, "tensor_parallel_group")

@@ -9,6 +9,7 @@ import torch
 
 from te_fast.errors import ArgumentError
 from te_fast.ops.op import ALONE, BasicOperation, Beside, OperationContext
+from te_fast.runtime.constants import check_numbers
 
 
 class Dropout(BasicOperation):
@@ -37,6 +38,7 @@ class Dropout(BasicOperation):
 
     def __init__(self, p: float) -> None:
         super().__init__()
+        check_numbers("Dropout", p=p)
         if not 0.0 <= p < 1.0:
             message = f"Dropout: p must be at least 0 and less than 1, got {p!r}"
             raise ArgumentError(message)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from te_fast.errors import ShapeError
-from te_fast.ops.common import size_of_ranks
+from te_fast.ops.common import size_of_ranks, sizes_of
 from te_fast.ops.op import ALONE, BasicOperation, Beside, OperationContext
 from te_fast.parallel.agreement import Agreement
 from te_fast.parallel.collectives import Ranks
@@ -204,7 +204,7 @@ class Reshape(BasicOperation):
 
     def __init__(self, shape: Iterable[int]) -> None:
         super().__init__()
-        self._shape = tuple(shape)
+        self._shape = sizes_of(shape, "Reshape", "shape")
 
     def op_forward(self, ctx: OperationContext, input_: torch.Tensor, **_: Any) -> torch.Tensor:
         """Reshape; save the input's shape."""

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from te_fast.ops.op import BasicOperation, OperationContext
+from te_fast.runtime.constants import check_numbers
 
 
 class L2Normalization(BasicOperation):
@@ -39,6 +40,7 @@ class L2Normalization(BasicOperation):
         micro_batch_size: int | None = None,
     ) -> None:
         super().__init__()
+        check_numbers(type(self).__name__, eps=eps)
         self.eps = eps
 
     def _formula(self, x: torch.Tensor) -> torch.Tensor:

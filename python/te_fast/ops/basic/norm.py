@@ -9,8 +9,9 @@ import torch
 
 from te_fast.errors import ArgumentError, UnsupportedError
 from te_fast.ops.basic.native import NativeOperation
-from te_fast.ops.common import parameter_options, to_real
+from te_fast.ops.common import parameter_options, sizes_of, to_real
 from te_fast.ops.op import ALONE, Beside
+from te_fast.runtime.constants import check_numbers
 
 
 class Norm(NativeOperation):
@@ -48,9 +49,9 @@ class Norm(NativeOperation):
     ) -> None:
         super().__init__()
         name = type(self).__name__
-        shape = (
-            (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
-        )
+        check_numbers(name, eps=eps)
+        given = (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
+        shape = sizes_of(given, name, "normalized_shape")
         if not shape or any(size < 1 for size in shape):
             message = f"{name}: normalized_shape must be positive sizes, got {normalized_shape!r}"
             raise ArgumentError(message)

@@ -11,6 +11,7 @@ from te_fast.ops.op import ALONE, BasicOperation, Beside, OperationContext
 from te_fast.recipe import Recipe
 from te_fast.runtime import scale_tape
 from te_fast.runtime.compiling import is_in_graph
+from te_fast.runtime.constants import check_flags
 from te_fast.runtime.global_state import FP8GlobalStateManager
 from te_fast.tensor.answers import LinearRoles, linear_roles
 from te_fast.tensor.of_recipe import quantizer_of
@@ -50,6 +51,7 @@ class Quantize(BasicOperation):
 
     def __init__(self, forward: bool = True, backward: bool = False) -> None:
         super().__init__()
+        check_flags(type(self).__name__, forward=forward, backward=backward)
         self._quantize_forward = forward
         self._quantize_backward = backward
         self._device: torch.device | None = None
