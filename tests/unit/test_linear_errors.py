@@ -53,3 +53,48 @@ def test_unaligned_features():
 def test_blackwell_recipes_raise():
     with pytest.raises(RuntimeError, match="MXFP8"), te.autocast(recipe=MXFP8BlockScaling()):
         pass
+
+
+@pytest.mark.parametrize(
+    ("cls", "wrong", "error"),
+    [
+        (te.Linear, {"device": "bogus"}, RuntimeError),
+        (te.Linear, {"device": 3.5}, TypeError),
+        (te.Linear, {"name": 3}, TypeError),
+        (te.Linear, {"bias": "no"}, TypeError),
+        (te.Linear, {"init_method": 3}, TypeError),
+        (te.Linear, {"get_rng_state_tracker": 3}, TypeError),
+        (te.LayerNormLinear, {"eps": "x"}, TypeError),
+        (te.LayerNormLinear, {"return_bias": "no"}, TypeError),
+        (te.LayerNormMLP, {"eps": "x"}, TypeError),
+        (te.LayerNormMLP, {"output_layer_init_method": 3}, TypeError),
+    ],
+)
+def test_wrong_arguments_of_constructors_are_named(cls, wrong, error):
+    argument = next(iter(wrong))
+    with pytest.raises(error, match=f"{argument} must be") as caught:
+        cls(16, 16, **{"device": "cpu", **wrong})
+    assert isinstance(caught.value, te_fast.TeFastError)
+
+
+@pytest.mark.parametrize("names", [("a.b", "c"), ("", "c")])
+def test_parts_whose_names_no_parameter_can_have(names):
+    with pytest.raises(KeyError, match="proj: parameters_split must name parts") as caught:
+        te.Linear(32, 32, parameters_split=names, device="cpu", name="proj")
+    assert isinstance(caught.value, te_fast.TeFastError)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+@pytest.mark.parametrize(
+    ("cls", "fp8"),
+    [(te.Linear, True), (te.LayerNormLinear, False), (te.LayerNormMLP, True)],
+)
+def test_nested_tensors_are_refused(cls, fp8, layout):
+    x = torch.nested.nested_tensor([torch.ones(8, 32), torch.ones(16, 32)], layout=layout)
+    layer = cls(32, 32, device="cpu", name="proj")
+    with (
+        te.autocast(enabled=fp8),
+        pytest.raises(te_fast.UnsupportedError, match="^proj: nested tensors"),
+    ):
+        layer(x)

@@ -90,6 +90,11 @@ class TransformerEngineBaseModule(StatefulModule):
 
     def __init__(self, name: str | None = None) -> None:
         super().__init__()
+        if name is not None and not isinstance(name, str):
+            message = (
+                f"{type(self).__name__}: name must be a string, got {type(name).__name__} {name!r}"
+            )
+            raise DtypeError(message)
         number = next(_layer_numbers)
         self.name = f"Layer_{number}" if name is None else name
         self._role_name = name or ""

@@ -11,6 +11,7 @@ from te_fast.errors import ShapeError
 from te_fast.layers.load_torch import copy_into
 from te_fast.layers.parameters import check_sizes, options_of, refuse, refuse_userbuffers
 from te_fast.layers.split import SplitLinear
+from te_fast.runtime.constants import check_flags, check_functions, check_numbers
 
 if TYPE_CHECKING:
     from te_fast.layers.load_torch import Source
@@ -146,6 +147,17 @@ class LayerNormLinear(SplitLinear):
             raise ShapeError(message)
         self._share_among_ranks(tp_group, tp_size, sequence_parallel=sequence_parallel)
         check_sizes(self.name, in_features=in_features, out_features=out_features)
+        check_numbers(self.name, eps=eps)
+        check_flags(
+            self.name,
+            bias=bias,
+            return_bias=return_bias,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            delay_wgrad_compute=delay_wgrad_compute,
+        )
+        check_functions(
+            self.name, init_method=init_method, get_rng_state_tracker=get_rng_state_tracker
+        )
         self._divide_features(in_features, out_features, parallel_mode)
         self.eps = eps
         self.normalization = normalization

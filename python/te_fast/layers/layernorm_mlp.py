@@ -24,6 +24,7 @@ from te_fast.parallel.ranks import divided
 from te_fast.runtime import native
 from te_fast.runtime.calls import layer_call_method
 from te_fast.runtime.collectives import set_tensor_model_parallel_attributes
+from te_fast.runtime.constants import check_flags, check_functions, check_numbers
 
 if TYPE_CHECKING:
     from te_fast.layers.load_torch import Source
@@ -192,6 +193,20 @@ class LayerNormMLP(ProgramLayer):
         refuse_userbuffers(self.name, locals())
         self._share_among_ranks(tp_group, tp_size, sequence_parallel=sequence_parallel)
         check_sizes(self.name, hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
+        check_numbers(self.name, eps=eps)
+        check_flags(
+            self.name,
+            bias=bias,
+            return_bias=return_bias,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            delay_wgrad_compute=delay_wgrad_compute,
+        )
+        check_functions(
+            self.name,
+            init_method=init_method,
+            output_layer_init_method=output_layer_init_method,
+            get_rng_state_tracker=get_rng_state_tracker,
+        )
         if self.sequence_parallel and not set_parallel_mode:
             message = f"{self.name}: sequence_parallel needs set_parallel_mode=True, else it has no collectives"
             raise ArgumentError(message)

@@ -11,8 +11,9 @@ from te_fast.errors import ShapeError
 from te_fast.layers.parameters import check_sizes, options_of, refuse_userbuffers
 from te_fast.layers.split import SplitLinear
 from te_fast.runtime import high_precision
+from te_fast.runtime.constants import check_flags, check_functions
 from te_fast.runtime.global_state import autocast_state
-from te_fast.runtime.inputs import check_input
+from te_fast.runtime.inputs import check_input, refuse_nested
 from te_fast.tensor.primary import is_quantized
 
 
@@ -82,7 +83,8 @@ class Linear(SplitLinear):
     ShapeError
         If a size is negative, or `parameters_split` is empty or does not add up to `out_features`.
     DtypeError
-        If a size is not an integer, or layers do not compute in `params_dtype`.
+        If a size is not an integer, a flag neither true nor false, or a function not callable, or if layers do not
+        compute in `params_dtype`.
 
     See Also
     --------
@@ -144,6 +146,16 @@ class Linear(SplitLinear):
             raise ShapeError(message)
         self._share_among_ranks(tp_group, tp_size, sequence_parallel=sequence_parallel)
         check_sizes(self.name, in_features=in_features, out_features=out_features)
+        check_flags(
+            self.name,
+            bias=bias,
+            return_bias=return_bias,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            delay_wgrad_compute=delay_wgrad_compute,
+        )
+        check_functions(
+            self.name, init_method=init_method, get_rng_state_tracker=get_rng_state_tracker
+        )
         self._divide_features(in_features, out_features, parallel_mode)
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.delay_wgrad_compute = delay_wgrad_compute
@@ -182,6 +194,8 @@ class Linear(SplitLinear):
 
     def _forward_in_region(self, inp: Any, is_first_microbatch: bool | None, **in_fp8: Any) -> Any:
         """Run the forward of calls that the native fast path does not take, by the recipe of the region in force."""
+        if autocast_state.fp8_enabled:
+            refuse_nested(self, inp)
         device = getattr(self, self.weight_names[0]).device
         check_input(self, inp, "in_features", self.in_features, device)
         self.set_activation_dtype(inp)

@@ -25,7 +25,7 @@ from te_fast.runtime import main_grad, native, recompute, scale_tape
 from te_fast.runtime.capturing import is_graph_capturing
 from te_fast.runtime.compiling import is_exporting, is_traced
 from te_fast.runtime.global_state import autocast_state
-from te_fast.runtime.inputs import check_input
+from te_fast.runtime.inputs import check_input, refuse_nested
 from te_fast.tensor.of_factory import own_region
 from te_fast.tensor.primary import is_quantized
 from te_fast.tensor.storage import QuantizedTensorStorage
@@ -307,6 +307,7 @@ class ProgramLayer(TransformerEngineBaseModule):
     def _forward_in_region(self, inp: Any, is_first_microbatch: bool | None, **in_fp8: Any) -> Any:
         """Run such a forward by the recipe of the region in force."""
         self._refuse_functorch("here; call torch.nn layers inside of them")
+        refuse_nested(self, inp)
         parameters, version = self._used_parameters(is_first_microbatch)
         weight = next(iter(parameters.values()))
         check_input(self, inp, self._FEATURES, getattr(self, self._FEATURES), weight.device)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from te_fast.errors import DtypeError, ShapeError, StateError
+from te_fast.errors import ArgumentKeyError, DtypeError, ShapeError, StateError
 from te_fast.layers.parameters import (
     Init,
     constant,
@@ -157,8 +157,15 @@ class SplitLinear(PartedLayer):
         self.weight_names = [f"{prefix}weight" for prefix in prefixes]
         self.bias_names = [f"{prefix}bias" for prefix in prefixes]
         weight = torch.empty(self.out_features, self.in_features, **options)
-        for name, part in zip(self.weight_names, weight.split(sizes), strict=True):
-            self.register_parameter(name, torch.nn.Parameter(part))
+        try:
+            for name, part in zip(self.weight_names, weight.split(sizes), strict=True):
+                self.register_parameter(name, torch.nn.Parameter(part))
+        except KeyError as error:  # a dot, or an attribute of the class
+            message = (
+                f"{self.name}: parameters_split must name parts whose parameters <name>_weight a module can have, "
+                f"got {list(parameters_split or ())}: {error.args[0]}"
+            )
+            raise ArgumentKeyError(message) from None
         if not self.use_bias:
             for name in self.bias_names:
                 setattr(self, name, torch.empty(0, **options))

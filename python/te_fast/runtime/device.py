@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from te_fast.errors import DeviceError
+from te_fast.errors import DeviceError, DtypeError
 from te_fast.runtime import native
 from te_fast.runtime.support import driver_problem
 
@@ -68,9 +68,16 @@ def check_device(device: torch.device | str | None, layer: str) -> torch.device:
     Raises
     ------
     DeviceError
-        If it is a GPU and no GPU can be used.
+        If it names no such device, or is a GPU and no GPU can be used.
+    DtypeError
+        If it is no device or name.
     """
-    chosen = default_device() if device is None else torch.device(device)
+    try:
+        chosen = default_device() if device is None else torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        message = f"{layer}: device must be cuda, cuda:<number>, cpu or meta, got {device!r}"
+        made = DtypeError if isinstance(error, TypeError) else DeviceError
+        raise made(message) from None
     if chosen.type not in ("cuda", "cpu", "meta"):
         message = f"{layer}: device must be cuda, cpu or meta, got {chosen}"
         raise DeviceError(message)

@@ -6,7 +6,23 @@ from typing import Any
 
 import torch
 
-from te_fast.errors import DeviceError, DtypeError, ShapeError
+from te_fast.errors import DeviceError, DtypeError, ShapeError, UnsupportedError
+
+
+def refuse_nested(layer: Any, inp: Any) -> None:
+    """Raise if an input is a nested tensor, which native programs cannot read.
+
+    Raises
+    ------
+    UnsupportedError
+        With the layer's ``name``.
+    """
+    if isinstance(inp, torch.Tensor) and inp.is_nested:
+        message = (
+            f"{layer.name}: nested tensors are not supported here; pass the rows as one tensor, "
+            "(rows, features)"
+        )
+        raise UnsupportedError(message)
 
 
 def check_input(
