@@ -173,7 +173,7 @@ def test_odd_memory_of_logits_and_indices():
     assert torch.equal(again, probs)
     for indices in (
         torch.zeros(3, TOKENS, dtype=torch.int64).t(),
-        torch.zeros(TOKENS, 3, dtype=torch.uint8),
+        torch.zeros(TOKENS, 6, dtype=torch.int16)[:, ::2],
     ):
         router.fused_topk_with_score_function(x, *given, topk_indices=indices)
         found = torch.zeros_like(chosen).scatter(-1, indices.long(), True)
@@ -299,6 +299,14 @@ def test_loss(dtype, total):
         ({"logits": torch.zeros(2, 4, dtype=torch.float64)}, ValueError),
         ({"topk": 0}, ValueError),
         ({"topk": 5}, ValueError),
+        ({"topk": 2.0}, TypeError),
+        ({"topk": "2"}, TypeError),
+        ({"topk": True}, TypeError),
+        ({"logits": None}, TypeError),
+        ({"scaling_factor": "2"}, TypeError),
+        ({"num_groups": 4.0}, TypeError),
+        ({"expert_bias": [0.0] * 4}, TypeError),
+        ({"expert_bias": torch.zeros(4, dtype=torch.bfloat16)}, TypeError),
         ({"score_function": "relu"}, ValueError),
         ({"expert_bias": torch.zeros(4), "score_function": "softmax"}, ValueError),
         ({"expert_bias": torch.zeros(3)}, ValueError),
@@ -308,6 +316,14 @@ def test_loss(dtype, total):
         ({"routing_map_format": 2}, ValueError),
         ({"routing_map_format": 1.0}, TypeError),
         ({"topk_indices": torch.zeros(2, 3, dtype=torch.int64)}, ValueError),
+        ({"topk_indices": [[0, 1], [0, 1]]}, TypeError),
+        ({"topk_indices": torch.zeros(2, 2, dtype=torch.bool)}, TypeError),
+        ({"topk_indices": torch.zeros(2, 2, dtype=torch.uint8)}, TypeError),
+        ({"topk_indices": torch.zeros(2, 2, dtype=torch.complex64)}, TypeError),
+        (
+            {"topk_indices": torch.zeros(2, 2).int(), "routing_map_format": "bitmap_u8"},
+            ValueError,
+        ),
         ({"qb_histogram": torch.zeros(1)}, NotImplementedError),
     ],
     ids=str,
@@ -323,7 +339,40 @@ def test_bad_arguments(change, error):
         "score_function": "sigmoid",
         "expert_bias": None,
     }
-    with pytest.raises(error, match="router"):
+    with pytest.raises(error, match=f"router: .*{next(iter(change))[:5]}") as caught:
         router.fused_topk_with_score_function(**good | change)
-    with pytest.raises(ValueError, match="tokens_per_expert"):
-        router.fused_moe_aux_loss(torch.zeros(2, 4), torch.zeros(3), 2, 4, 1, 1.0)
+    assert isinstance(caught.value, te_fast.TeFastError)
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"tokens_per_expert": torch.zeros(3)}, ValueError),
+        ({"tokens_per_expert": torch.zeros(4, dtype=torch.bool)}, TypeError),
+        ({"tokens_per_expert": [1, 1, 1, 1]}, TypeError),
+        ({"tokens_per_expert": torch.zeros(4, device="meta")}, RuntimeError),
+        ({"probs": torch.zeros(2, 4, dtype=torch.int64)}, TypeError),
+        ({"probs": torch.zeros(2, 4, dtype=torch.float64)}, TypeError),
+        ({"total_num_tokens": 0}, ValueError),
+        ({"total_num_tokens": -2}, ValueError),
+        ({"total_num_tokens": "2"}, TypeError),
+        ({"total_num_tokens": torch.ones(2)}, ValueError),
+        ({"num_experts": 3}, ValueError),
+        ({"num_experts": 0}, ValueError),
+        ({"topk": 0}, ValueError),
+        ({"coeff": "x"}, TypeError),
+    ],
+    ids=str,
+)
+def test_bad_arguments_of_the_loss(change, error):
+    good = {
+        "probs": torch.zeros(2, 4),
+        "tokens_per_expert": torch.zeros(4),
+        "total_num_tokens": 2,
+        "num_experts": 4,
+        "topk": 1,
+        "coeff": 1.0,
+    }
+    with pytest.raises(error, match=f"router: .*{next(iter(change))}") as caught:
+        router.fused_moe_aux_loss(**good | change)
+    assert isinstance(caught.value, te_fast.TeFastError)

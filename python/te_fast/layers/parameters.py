@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from te_fast.errors import DtypeError, ShapeError, UnsupportedError
+from te_fast.errors import DtypeError, UnsupportedError
 from te_fast.runtime.device import check_device
+from te_fast.runtime.numbers import check_sizes as check_sizes  # layers take all checks from here
 from te_fast.tensor.primary import initialise_quantized, is_quantized
 
 if TYPE_CHECKING:
@@ -52,25 +52,6 @@ def refuse_userbuffers(layer: str, arguments: Mapping[str, Any]) -> None:
         Naming it.
     """
     refuse(layer, {name: arguments.get(name) not in (None, False) for name in _USERBUFFERS})
-
-
-def check_sizes(layer: str, **sizes: Any) -> None:
-    """Raise unless sizes are integers of 0 or more.
-
-    Raises
-    ------
-    DtypeError, ShapeError
-        With the name of the first wrong size.
-    """
-    for name, size in sizes.items():
-        try:
-            is_negative = operator.index(size) < 0
-        except TypeError:
-            message = f"{layer}: {name} must be an integer, got {type(size).__name__} {size!r}"
-            raise DtypeError(message) from None
-        if is_negative:
-            message = f"{layer}: {name} must not be negative, got {size}"
-            raise ShapeError(message)
 
 
 def options_of(

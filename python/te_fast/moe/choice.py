@@ -17,7 +17,8 @@ from te_fast.runtime.second_order import refuse_second_order
 
 #: Experts that a warp holds.
 MOST_EXPERTS = 1024
-_INDEX_TYPES = (torch.int16, torch.int32, torch.int64)
+#: Types of memory for the experts of tokens.
+INDEX_TYPES = (torch.int16, torch.int32, torch.int64)
 
 
 class Choice(NamedTuple):
@@ -111,20 +112,20 @@ def route(
     logits : torch.Tensor
         float32, float16 or bfloat16 ``(..., experts)``.
     bias : torch.Tensor, optional
-        ``(experts,)``, added only for the choice.
+        float32 ``(experts,)``, added only for the choice.
     choice : Choice
         How experts are chosen.
     in_bits : bool
         Return the map in bits, ``uint8 (..., ceil(experts / 8))``, and not in ``bool (..., experts)``.
     indices : torch.Tensor, optional
-        Integers ``(..., topk)`` that receive the experts of each token, best first.
+        One of :data:`INDEX_TYPES`, ``(..., topk)``; receives the experts of each token, best first.
 
     Returns
     -------
     tuple of torch.Tensor
         ``(..., experts)``, and the map.
     """
-    bias = None if bias is None else bias.detach().float()
+    bias = None if bias is None else bias.detach()
     if is_watched(logits):
         counts = [choice.topk, choice.num_groups, choice.group_topk]
         how = choice.score_function, choice.over, choice.factor
@@ -134,7 +135,7 @@ def route(
             indices.copy_(found)
         return probs, bits if in_bits else chosen
     direct = indices
-    if indices is not None and not (indices.dtype in _INDEX_TYPES and indices.is_contiguous()):
+    if indices is not None and not indices.is_contiguous():
         direct = torch.empty(indices.shape, dtype=torch.int64, device=logits.device)
     if logits.requires_grad and torch.is_grad_enabled():
         probs, chosen, bits = _Route.apply(logits, bias, choice, direct, in_bits)

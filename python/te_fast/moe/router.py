@@ -13,10 +13,14 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from te_fast.errors import ArgumentError, DtypeError, ShapeError, UnsupportedError
+from te_fast.errors import ArgumentError, DeviceError, DtypeError, ShapeError, UnsupportedError
 from te_fast.moe import choice as kernels
+from te_fast.runtime.numbers import check_number, check_sizes
 
 _SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+#: Types of the numbers of experts' tokens that a loss takes.
+_COUNTS = (torch.int32, torch.int64, torch.float32, torch.bfloat16)
 #: Added to sums of scores, so that they are not zero.
 _EPS = 1e-20
 
@@ -62,8 +66,15 @@ def _format_of(routing_map_format: Any) -> RoutingMapFormat:
     raise ArgumentError(message)
 
 
+def _check_tensor(name: str, value: Any) -> None:
+    if not isinstance(value, torch.Tensor):
+        message = f"router: {name} must be a torch.Tensor, got {type(value).__name__}"
+        raise DtypeError(message)
+
+
 def _check(logits: torch.Tensor) -> None:
-    if logits.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+    _check_tensor("logits", logits)
+    if logits.dtype not in _FLOATS:
         message = f"router: logits must be float32, float16 or bfloat16, got {logits.dtype}"
         raise ArgumentError(message)
     if logits.dim() == 0:
@@ -76,6 +87,8 @@ def _check_choice(experts: int, topk: int, score_function: str) -> None:
         known = ", ".join(map(repr, _SCORES))
         message = f"router: score_function must be one of {known}, got {score_function!r}"
         raise ArgumentError(message)
+    if type(topk) is not int:
+        check_sizes("router", topk=topk)
     if not 1 <= topk <= experts:
         message = f"router: topk must be 1 to the {experts} experts, got {topk}"
         raise ShapeError(message)
@@ -112,6 +125,8 @@ def _top(scores: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _check_groups(experts: int, topk: int, num_groups: int, group_topk: int) -> None:
+    if type(num_groups) is not int or type(group_topk) is not int:
+        check_sizes("router", num_groups=num_groups, group_topk=group_topk)
     fits = experts % num_groups == 0 and 1 <= group_topk <= num_groups and topk % group_topk == 0
     if not fits or topk > group_topk * (experts // num_groups):
         message = (
@@ -142,6 +157,37 @@ def _map_of(indices: torch.Tensor, experts: int, form: RoutingMapFormat) -> torc
     return (bits.to(torch.uint8) * weights).sum(-1, dtype=torch.uint8)
 
 
+def _check_bias(experts: int, expert_bias: Any) -> None:
+    _check_tensor("expert_bias", expert_bias)
+    if expert_bias.shape != (experts,):
+        message = (
+            f"router: expert_bias must be one value for each of the {experts} experts, got a tensor of shape "
+            f"{list(expert_bias.shape)}"
+        )
+        raise ShapeError(message)
+    if expert_bias.dtype is not torch.float32:
+        message = (
+            f"router: expert_bias must be float32, got {expert_bias.dtype}; cast it by .float()"
+        )
+        raise DtypeError(message)
+
+
+def _check_indices(logits: torch.Tensor, topk: int, indices: Any, form: RoutingMapFormat) -> None:
+    _check_tensor("topk_indices", indices)
+    if indices.dtype not in kernels.INDEX_TYPES:
+        message = f"router: topk_indices must be int16, int32 or int64, got {indices.dtype}"
+        raise DtypeError(message)
+    if indices.shape != (*logits.shape[:-1], topk):
+        message = f"router: topk_indices must be of shape {[*logits.shape[:-1], topk]}, got {list(indices.shape)}"
+        raise ShapeError(message)
+    if form is not RoutingMapFormat.BYTEMAP:
+        message = (
+            "router: topk_indices take the place of the map; leave routing_map_format at its default, got "
+            f"{form.name.lower()!r}"
+        )
+        raise ArgumentError(message)
+
+
 def choice_of(
     experts: int,
     topk: int,
@@ -152,23 +198,27 @@ def choice_of(
     score_function: str,
     expert_bias: torch.Tensor | None,
 ) -> kernels.Choice:
-    """Check the arguments of :func:`fused_topk_with_score_function`, and return how experts are chosen."""
+    """Check the arguments of :func:`fused_topk_with_score_function`, and return how experts are chosen.
+
+    Raises
+    ------
+    ArgumentError, ShapeError, DtypeError
+        If an argument does not fit.
+    """
     _check_choice(experts, topk, score_function)
     if expert_bias is not None and score_function == "softmax":
         message = "router: expert_bias goes with sigmoid and sqrtsoftplus scores; leave it out with softmax"
         raise ArgumentError(message)
-    if expert_bias is not None and expert_bias.shape != (experts,):
-        message = (
-            f"router: expert_bias must be one value for each of the {experts} experts, got a tensor of shape "
-            f"{list(expert_bias.shape)}"
-        )
-        raise ShapeError(message)
+    if expert_bias is not None:
+        _check_bias(experts, expert_bias)
     groups = 0, 0
     if num_groups is not None or group_topk is not None:
         groups = num_groups or 1, group_topk or 1
         _check_groups(experts, topk, *groups)
     over = "before" if score_function == "softmax" and use_pre_softmax else "chosen"
     factor = 1.0 if scaling_factor is None else scaling_factor
+    if type(factor) is not float:
+        check_number("router", "scaling_factor", factor)
     return kernels.Choice(topk, *groups, score_function, over, float(factor))
 
 
@@ -211,7 +261,8 @@ def fused_topk_with_score_function(
     routing_map_format : {'bytemap', 'bitmap_u8'} or RoutingMapFormat
         Format of the map.
     topk_indices : torch.Tensor, optional
-        Integers ``(..., topk)`` that receive the experts of each token, and are returned in place of the map.
+        int16, int32 or int64 ``(..., topk)`` that receives the experts of each token, and is returned in place of the
+        map, whose format then stays at its default.
     qb_histogram, qb_bin_bounds, qb_histogram_mode : optional
         Quantile balancing; not supported.
 
@@ -264,16 +315,10 @@ def fused_topk_with_score_function(
         score_function,
         expert_bias,
     )
-    if topk_indices is not None and (
-        topk_indices.shape != (*logits.shape[:-1], topk) or topk_indices.is_floating_point()
-    ):
-        message = (
-            f"router: topk_indices must be integers of shape {[*logits.shape[:-1], topk]}, got {topk_indices.dtype} of "
-            f"shape {list(topk_indices.shape)}"
-        )
-        raise ShapeError(message)
+    if topk_indices is not None:
+        _check_indices(logits, topk, topk_indices, form)
     if kernels.takes(logits):
-        in_bits = form is RoutingMapFormat.BITMAP_U8 and topk_indices is None
+        in_bits = form is RoutingMapFormat.BITMAP_U8
         probs, chosen = kernels.route(
             logits, expert_bias, choice, in_bits=in_bits, indices=topk_indices
         )
@@ -368,6 +413,57 @@ def fused_compute_score_for_moe_aux_loss(
     return _map_of(_top(scores.detach(), topk), logits.shape[-1], form), scores
 
 
+def _check_scores(probs: Any, tokens_per_expert: Any, num_experts: int) -> None:
+    _check_tensor("probs", probs)
+    _check_tensor("tokens_per_expert", tokens_per_expert)
+    if probs.dtype not in _FLOATS:
+        message = f"router: probs must be float32, float16 or bfloat16, got {probs.dtype}"
+        raise DtypeError(message)
+    if tokens_per_expert.dtype not in _COUNTS:
+        message = (
+            "router: tokens_per_expert must be int32, int64, float32 or bfloat16, got "
+            f"{tokens_per_expert.dtype}"
+        )
+        raise DtypeError(message)
+    if probs.dim() != 2 or tokens_per_expert.shape != probs.shape[1:]:
+        message = (
+            f"router: probs must be (tokens, experts) and tokens_per_expert (experts,), got {list(probs.shape)} and "
+            f"{list(tokens_per_expert.shape)}"
+        )
+        raise ShapeError(message)
+    if tokens_per_expert.device != probs.device:
+        message = (
+            f"router: tokens_per_expert must be on {probs.device}, where probs is, got "
+            f"{tokens_per_expert.device}"
+        )
+        raise DeviceError(message)
+    check_sizes("router", num_experts=num_experts)
+    if num_experts < 1 or probs.shape[1] % num_experts:
+        message = f"router: num_experts must divide the {probs.shape[1]} columns of probs, got {num_experts}"
+        raise ShapeError(message)
+
+
+def _check_numbers_of_loss(total: Any, topk: int, coeff: float) -> None:
+    check_number("router", "coeff", coeff)
+    numbers = {"topk": topk}
+    if isinstance(total, torch.Tensor):
+        if total.numel() != 1:
+            message = (
+                "router: total_num_tokens must be an integer or a tensor of one element, got a tensor of shape "
+                f"{list(total.shape)}"
+            )
+            raise ShapeError(message)
+    elif not isinstance(total, torch.SymInt) and not torch.compiler.is_compiling():
+        numbers["total_num_tokens"] = (
+            total  # a number that a trace keeps open has no value to check
+        )
+    check_sizes("router", **numbers)
+    for name, number in numbers.items():
+        if number < 1:
+            message = f"router: {name} must be 1 or more, got {number}"
+            raise ShapeError(message)
+
+
 def fused_moe_aux_loss(
     probs: torch.Tensor,
     tokens_per_expert: torch.Tensor,
@@ -383,9 +479,10 @@ def fused_moe_aux_loss(
     Parameters
     ----------
     probs : torch.Tensor
-        Scores ``(tokens, experts)``.
+        Scores ``(tokens, columns)`` in float32, float16 or bfloat16. The number of columns is a multiple of
+        `num_experts`.
     tokens_per_expert : torch.Tensor
-        Tokens that each column of `probs` has received, integers or floats ``(experts,)``.
+        Tokens that each column of `probs` has received, int32, int64, float32 or bfloat16 ``(columns,)``.
     total_num_tokens : int or torch.Tensor
         The number of tokens, an int or a tensor of one element, which is not read on the host.
     num_experts, topk : int
@@ -400,8 +497,8 @@ def fused_moe_aux_loss(
 
     Raises
     ------
-    ShapeError
-        If the sizes do not fit each other.
+    ShapeError, DtypeError, DeviceError
+        If an argument does not fit.
 
     See Also
     --------
@@ -414,12 +511,8 @@ def fused_moe_aux_loss(
     >>> fused_moe_aux_loss(torch.full((4, 2), 0.5), torch.tensor([2, 2]), 4, 2, 1, 0.1).item()
     0.10000000149011612
     """
-    if probs.dim() != 2 or tokens_per_expert.shape != probs.shape[1:]:
-        message = (
-            f"router: probs must be (tokens, experts) and tokens_per_expert (experts,), got {list(probs.shape)} and "
-            f"{list(tokens_per_expert.shape)}"
-        )
-        raise ShapeError(message)
+    _check_scores(probs, tokens_per_expert, num_experts)
+    _check_numbers_of_loss(total_num_tokens, topk, coeff)
     factor, total = num_experts * coeff / topk, total_num_tokens
     sums = probs.float().sum(0)
     loss = (sums * tokens_per_expert.detach().float()).sum()
