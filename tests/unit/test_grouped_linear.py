@@ -507,6 +507,7 @@ def test_bad_inputs():
         ({"num_gemms": 0}, ValueError),
         ({"num_gemms": 1025}, ValueError),
         ({"num_gemms": -1}, ValueError),
+        ({"num_gemms": True}, TypeError),
         ({"in_features": 1.5}, TypeError),
         ({"parallel_mode": "both"}, ValueError),
         ({"ub_overlap_ag": True}, ValueError),

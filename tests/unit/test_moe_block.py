@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+import te_fast
 import te_fast.pytorch as te
 from graphs import needs_compile
 from grouped_layers import with_biases
@@ -257,15 +258,102 @@ def test_checkpoints_of_single_and_of_several_parameters(recipe, quantized):
         ({"topk": 9}, ValueError),
         ({"activation": "tanh"}, ValueError),
         ({"expert_bias": True}, ValueError),
+        ({"activation": ["swiglu"]}, ValueError),
+        ({"hidden_size": 0}, ValueError),
+        ({"ffn_hidden_size": 0}, ValueError),
+        ({"num_experts": 4.0}, TypeError),
+        ({"topk": 2.0}, TypeError),
+        ({"topk": "2"}, TypeError),
+        ({"score_function": "foo"}, ValueError),
+        ({"num_groups": 3}, ValueError),
+        ({"scaling_factor": "x"}, TypeError),
+        ({"aux_loss_coeff": None}, TypeError),
+        ({"ep_group": 3}, TypeError),
     ],
     ids=str,
 )
 def test_bad_options(options, error):
     given = {"hidden_size": 8, "ffn_hidden_size": 8, "num_experts": 4, "topk": 2} | options
-    with pytest.raises(error, match="MoE"):
+    with pytest.raises(error, match=next(iter(options))) as caught:
         te.MoE(**given, device="cpu")
-    with pytest.raises(ValueError, match="hidden_size"):
-        make()(torch.ones(3, 8))
+    assert isinstance(caught.value, te_fast.TeFastError)
+
+
+@pytest.mark.parametrize(
+    ("inp", "error"),
+    [
+        (torch.ones(3, 8), te_fast.ShapeError),
+        (torch.ones(3, HIDDEN, dtype=torch.int64), te_fast.DtypeError),
+        (torch.ones(3, HIDDEN, dtype=torch.complex64), te_fast.DtypeError),
+        (torch.ones(3, HIDDEN, dtype=torch.float64), te_fast.DtypeError),
+        (None, te_fast.DtypeError),
+        ([[1.0] * HIDDEN], te_fast.DtypeError),
+    ],
+    ids=["columns", "int64", "complex64", "float64", "none", "list"],
+)
+def test_bad_inputs(inp, error):
+    with pytest.raises(error, match="MoE: the input"):
+        make()(inp)
+
+
+def biased(**options):
+    return make(score_function="sigmoid", expert_bias=True, **options)
+
+
+def test_a_reset_starts_from_no_bias_and_no_counts():
+    block = biased()
+    block.expert_bias.fill_(3.0)
+    block.tokens_per_expert.fill_(5)
+    block.reset_parameters()
+    assert not block.expert_bias.any()
+    assert not block.tokens_per_expert.any()
+
+
+@pytest.mark.parametrize("gives_memory", [True, False], ids=["to_empty", "reset"])
+def test_a_block_from_the_meta_device_starts_from_no_bias(gives_memory):
+    options = {"score_function": "sigmoid", "expert_bias": True, "device": "meta"}
+    block = te.MoE(HIDDEN, FFN, EXPERTS, TOPK, **options)
+    if gives_memory:
+        block.to_empty(device="cpu")
+        block.expert_bias.fill_(float("nan"))
+        block.tokens_per_expert.fill_(-7)
+    for module in block.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    x, _ = tensors()
+    assert block(x).isfinite().all()
+    assert not block.expert_bias.any()
+    assert block.tokens_per_expert.sum() == 39 * TOPK
+
+
+def test_a_state_that_is_assigned_to_a_meta_block():
+    source = biased()
+    source.expert_bias.copy_(torch.linspace(-0.5, 0.5, EXPERTS))
+    options = {"score_function": "sigmoid", "expert_bias": True, "device": "meta"}
+    block = te.MoE(HIDDEN, FFN, EXPERTS, TOPK, **options)
+    block.load_state_dict(source.state_dict(), assign=True)
+    x, _ = tensors()
+    assert torch.equal(block(x), source(x))
+    assert torch.equal(block.tokens_per_expert, source.tokens_per_expert)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_the_bias_stays_in_float32(dtype):
+    block = biased()
+    bias = torch.linspace(-0.5, 0.5, EXPERTS)
+    block.expert_bias.copy_(bias)
+    block.to(dtype)
+    assert block.expert_bias.dtype == torch.float32
+    assert torch.equal(block.expert_bias, bias)
+    block.tokens_per_expert[0] = 60
+    block.update_expert_bias(1e-5)
+    torch.testing.assert_close(block.expert_bias[0], bias[0] - 1e-5, rtol=0, atol=1e-8)
+    other = biased()
+    state = {
+        name: value.to(dtype) for name, value in other.state_dict().items() if value is not None
+    }
+    other.load_state_dict(state, assign=True, strict=False)
+    assert other.expert_bias.dtype == torch.float32
 
 
 @needs_compile

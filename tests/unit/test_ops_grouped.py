@@ -327,6 +327,25 @@ def test_no_rows():
     assert all(not parameter.grad.any() for parameter in model.parameters())
 
 
+@pytest.mark.parametrize(
+    ("sizes", "error", "words"),
+    [
+        ((3, 0, 16), ValueError, "in_features must be 1 or more"),
+        ((3, 16, 0), ValueError, "out_features must be 1 or more"),
+        ((3, -1, 16), ValueError, "in_features must not be negative"),
+        ((2.0, 32, 16), TypeError, "num_groups must be an integer"),
+        ((True, 32, 16), TypeError, "num_groups must be an integer"),
+        ((3, 3.5, 16), TypeError, "in_features must be an integer"),
+        ((0, 32, 16), ValueError, "num_groups must be 1 to"),
+    ],
+    ids=str,
+)
+def test_bad_sizes(sizes, error, words):
+    with pytest.raises(error, match=f"GroupedLinear: {words}") as caught:
+        ops.GroupedLinear(*sizes, device="cpu")
+    assert isinstance(caught.value, te_fast.TeFastError)
+
+
 def test_bad_counts():
     op = ops.GroupedLinear(2, 8, 8, device="cpu")
     x = torch.ones(4, 8)

@@ -10,7 +10,7 @@ import torch
 from torch.compiler import is_compiling
 from torch.nn import functional
 
-from te_fast.errors import ArgumentError, ShapeError, UnsupportedError
+from te_fast.errors import ArgumentError, DtypeError, ShapeError, UnsupportedError
 from te_fast.experts.balancing_loss import balancing_loss
 from te_fast.experts.exchange import expert_ranks
 from te_fast.experts.mixture import Mixture
@@ -24,11 +24,12 @@ from te_fast.moe.router import (
 )
 from te_fast.ops.basic.grouped_linear import GroupedLinear
 from te_fast.ops.basic.scaled import ScaledClampedQGeGLU, ScaledSiTUGLU, ScaledSReLU, ScaledSwiGLU
-from te_fast.ops.common import parameter_options
+from te_fast.ops.common import NATIVE_TYPES, parameter_options, to_real
 from te_fast.ops.sequential import Sequential
 from te_fast.parallel.checkpoint import Share
 from te_fast.parallel.ranks import copy_sharing
 from te_fast.runtime.compiling import is_any_autocast_enabled, is_unseen
+from te_fast.runtime.numbers import check_number, check_positive_sizes
 from te_fast.tensor.of_factory import in_shared_region
 
 #: Activations by name, and halves of their input.
@@ -103,7 +104,10 @@ class MoE(torch.nn.Module):
     ArgumentError
         If an argument has an unknown value.
     ShapeError
-        If `topk` is not 1 to `num_experts`, or ranks cannot have the same number of experts.
+        If a size is not 1 or more, `topk` is above `num_experts`, groups do not fit the experts, or ranks cannot have
+        the same number of experts.
+    DtypeError
+        If an argument has the wrong class.
     RanksError
         If this rank is not in `ep_group`; in a forward, if ranks do not call the block alike, or one is gone.
 
@@ -152,13 +156,14 @@ class MoE(torch.nn.Module):
         ep_group: Any = None,
     ) -> None:
         super().__init__()
-        if activation not in _ACTIVATIONS:
+        check_positive_sizes(
+            "MoE", hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size, num_experts=num_experts
+        )
+        check_number("MoE", "aux_loss_coeff", aux_loss_coeff)
+        if not isinstance(activation, str) or activation not in _ACTIVATIONS:
             known = ", ".join(map(repr, _ACTIVATIONS))
             message = f"MoE: activation must be one of {known}, got {activation!r}"
             raise ArgumentError(message)
-        if not 1 <= topk <= num_experts:
-            message = f"MoE: topk must be 1 to num_experts = {num_experts}, got {topk}"
-            raise ShapeError(message)
         if expert_bias and score_function == "softmax":
             message = "MoE: expert_bias goes with score_function 'sigmoid' or 'sqrtsoftplus', got 'softmax'"
             raise ArgumentError(message)
@@ -173,6 +178,7 @@ class MoE(torch.nn.Module):
         of_router = {**options, "dtype": torch.float32}
         self.router = torch.nn.Parameter(torch.empty(num_experts, hidden_size, **of_router))
         zeros = torch.zeros(num_experts, **of_router) if expert_bias else None
+        choice_of(num_experts, *self._how, zeros)
         self.register_buffer("expert_bias", zeros)
         counts = None if zeros is None else torch.zeros_like(zeros, dtype=torch.int64)
         self.register_buffer("tokens_per_expert", counts, persistent=False)
@@ -199,8 +205,18 @@ class MoE(torch.nn.Module):
             self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise the router; the experts' operations initialise themselves."""
-        torch.nn.init.normal_(self.router, std=self.hidden_size**-0.5)
+        """Initialise the router, and set the experts' bias and counts to zero.
+
+        A router on the meta device gets memory first. The experts' operations initialise themselves.
+        """
+        router = to_real(self, "router")
+        torch.nn.init.normal_(router, std=self.hidden_size**-0.5)
+        for name in ("expert_bias", "tokens_per_expert"):
+            buffer = self._buffers[name]
+            if buffer is not None and buffer.is_meta:
+                setattr(self, name, torch.zeros_like(buffer, device=router.device))
+            elif buffer is not None:
+                buffer.zero_()
 
     @in_shared_region
     def forward(
@@ -225,6 +241,10 @@ class MoE(torch.nn.Module):
         ShapeError, DtypeError, DeviceError
             If the input does not fit.
         """
+        if not isinstance(inp, torch.Tensor) or inp.dtype not in NATIVE_TYPES:
+            got = inp.dtype if isinstance(inp, torch.Tensor) else type(inp).__name__
+            message = f"MoE: the input must be a tensor of float32, float16 or bfloat16, got {got}"
+            raise DtypeError(message)
         if inp.dim() == 0 or inp.shape[-1] != self.hidden_size:
             message = (
                 f"MoE: the input's last dimension must be hidden_size = {self.hidden_size}, got a tensor of shape "
@@ -309,9 +329,26 @@ class MoE(torch.nn.Module):
         return *fused_topk_with_score_function(logits, *self._how, self.expert_bias), logits
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Drop the programs, since ``.to()`` and its kin replace the parameters."""
+        """Drop the programs, since ``.to()`` and its kin replace the parameters; keep the experts' bias in float32."""
         self._mixture.forget()
-        return super()._apply(fn, recurse)
+        former = self.expert_bias
+        result = super()._apply(fn, recurse)
+        bias = self.expert_bias
+        # Steps of the bias are lost in 16 bits.
+        if former is not None and bias is not None and bias.dtype is not torch.float32:
+            self.expert_bias = former.to(bias.device)
+        return result
+
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        """Load; give counts on the meta device memory beside a bias that has it, since no checkpoint has counts."""
+        super()._load_from_state_dict(*arguments)
+        bias, counts = self.expert_bias, self.tokens_per_expert
+        if bias is None or counts is None or bias.is_meta:
+            return
+        if bias.dtype is not torch.float32:
+            self.expert_bias = bias.float()
+        if counts.is_meta:
+            self.tokens_per_expert = torch.zeros_like(bias, dtype=counts.dtype)
 
     def explain(self) -> str:
         """Describe the launches of the block's program, for each kind of call that has run.

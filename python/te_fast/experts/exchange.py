@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from te_fast.errors import RanksError, UnsupportedError
+from te_fast.errors import DtypeError, RanksError, UnsupportedError
 from te_fast.moe.permutation import (
     moe_sort_chunks_by_index,
     moe_sort_chunks_by_index_with_probs,
@@ -75,11 +75,21 @@ class _Exchange(torch.autograd.Function):
         return (None, *ctx.splits.reverse().exchange(*grads))
 
 
+def _is_group(group: Any) -> bool:
+    """Tell whether this is a process group, or what ranks outside of a new group get in its place."""
+    known = torch.distributed
+    if not known.is_available():
+        return False
+    return isinstance(group, known.ProcessGroup) or group is known.GroupMember.NON_GROUP_MEMBER
+
+
 def expert_ranks(name: str, group: Any, num_experts: int) -> ExpertRanks | None:
     """Return the ranks of a group, which have equal numbers of experts; None if one rank has all.
 
     Raises
     ------
+    DtypeError
+        If it is no process group.
     RanksError
         If this rank is not in the group.
     ShapeError
@@ -87,6 +97,11 @@ def expert_ranks(name: str, group: Any, num_experts: int) -> ExpertRanks | None:
     """
     if group is None:
         return None
+    if not _is_group(group):
+        message = (
+            f"{name}: ep_group must be a torch.distributed.ProcessGroup, got {type(group).__name__}"
+        )
+        raise DtypeError(message)
     size = get_distributed_world_size(group)
     if size < 1:
         message = f"{name}: this rank is not in ep_group; give the group that has it"

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from te_fast.errors import ArgumentError, DeviceError, DtypeError, ShapeError, UnsupportedError
 from te_fast.moe import choice as kernels
-from te_fast.runtime.numbers import check_number, check_sizes
+from te_fast.runtime.numbers import check_number, check_positive_sizes, check_sizes
 
 _SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -437,8 +437,8 @@ def _check_scores(probs: Any, tokens_per_expert: Any, num_experts: int) -> None:
             f"{tokens_per_expert.device}"
         )
         raise DeviceError(message)
-    check_sizes("router", num_experts=num_experts)
-    if num_experts < 1 or probs.shape[1] % num_experts:
+    check_positive_sizes("router", num_experts=num_experts)
+    if probs.shape[1] % num_experts:
         message = f"router: num_experts must divide the {probs.shape[1]} columns of probs, got {num_experts}"
         raise ShapeError(message)
 
@@ -457,11 +457,7 @@ def _check_numbers_of_loss(total: Any, topk: int, coeff: float) -> None:
         numbers["total_num_tokens"] = (
             total  # a number that a trace keeps open has no value to check
         )
-    check_sizes("router", **numbers)
-    for name, number in numbers.items():
-        if number < 1:
-            message = f"router: {name} must be 1 or more, got {number}"
-            raise ShapeError(message)
+    check_positive_sizes("router", **numbers)
 
 
 def fused_moe_aux_loss(

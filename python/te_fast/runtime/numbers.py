@@ -30,6 +30,21 @@ def check_sizes(layer: str, **sizes: Any) -> None:
             raise ShapeError(message)
 
 
+def check_positive_sizes(layer: str, **sizes: Any) -> None:
+    """Raise unless sizes are integers of 1 or more.
+
+    Raises
+    ------
+    DtypeError, ShapeError
+        With the name of the first wrong size.
+    """
+    check_sizes(layer, **sizes)
+    for name, size in sizes.items():
+        if size == 0:
+            message = f"{layer}: {name} must be 1 or more, got 0"
+            raise ShapeError(message)
+
+
 def check_number(layer: str, name: str, value: Any) -> None:
     """Raise unless a value is a real number; numpy's numbers and a tensor of one element are.
 

@@ -24,6 +24,7 @@ from te_fast.ops.op import ALONE, Beside, OperationContext, PerOp
 from te_fast.runtime import native
 from te_fast.runtime.capturing import is_graph_capturing
 from te_fast.runtime.compiling import is_traced
+from te_fast.runtime.numbers import check_positive_sizes, check_sizes
 from te_fast.runtime.parts import compute_deferred, fit_state, lay_together
 from te_fast.runtime.splits import check_in_debug
 from te_fast.tensor import primary, stacks
@@ -71,6 +72,8 @@ class GroupedLinear(ExtraTensorOperation, WeightedOperation):
     ------
     ArgumentError
         If `num_groups` is not 1 to 1024.
+    ShapeError, DtypeError
+        If a size is not an integer of 1 or more.
 
     See Also
     --------
@@ -113,6 +116,8 @@ class GroupedLinear(ExtraTensorOperation, WeightedOperation):
     ) -> None:
         super().__init__()
         name = type(self).__name__
+        check_sizes(name, num_groups=num_groups)
+        check_positive_sizes(name, in_features=in_features, out_features=out_features)
         if not 1 <= num_groups <= _MAX_GROUPS:
             message = f"{name}: num_groups must be 1 to {_MAX_GROUPS}, got {num_groups}"
             raise ArgumentError(message)
