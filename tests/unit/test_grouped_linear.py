@@ -565,6 +565,39 @@ def test_compiled_whole_with_the_bits_of_eager(name, single):
         assert torch.equal(compiled(x.detach(), torch.tensor(other)), run(x.detach(), other))
 
 
+@needs_compile
+@pytest.mark.parametrize(
+    ("splits", "error", "words"),
+    [
+        ([5, 0, 99], ValueError, "add up to the 14 rows"),
+        ([5, -4, 13], ValueError, "must not be negative"),
+        ([5, 9], ValueError, "one count for each of the 3 experts"),
+        ([5.0, 0.0, 9.0], TypeError, "integers"),
+        (torch.tensor([5.9, 0.0, 8.1]), TypeError, "integers"),
+        (torch.tensor([True] * 3), TypeError, "integers"),
+        (torch.tensor([5, 9]), ValueError, "one count for each of the 3 experts"),
+        (torch.tensor([5, 0, 3]), RuntimeError, "add up to the rows"),
+        (torch.tensor([5, -4, 13]), RuntimeError, "must not be negative"),
+    ],
+    ids=str,
+)
+def test_bad_splits_of_compiled_layers(splits, error, words):
+    torch.compiler.reset()
+    compiled = torch.compile(te.GroupedLinear(3, 32, 16, device="cpu"), backend="aot_eager")
+    with pytest.raises(error, match=words):
+        compiled(torch.randn(14, 32), splits)
+
+
+@needs_compile
+def test_compiled_layers_take_lists_of_other_counts():
+    torch.compiler.reset()
+    layer = te.GroupedLinear(3, 32, 16, device="cpu")
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    x = torch.randn(14, 32)
+    for splits in ([5, 0, 9], [4, 2, 8], [3, 6, 5], [7, 4, 3]):
+        assert torch.equal(compiled(x, splits), layer(x, splits))
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [

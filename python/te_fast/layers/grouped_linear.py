@@ -51,6 +51,13 @@ _MAX_GROUPS = 1024
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
+def _index_in_graph(count: Any) -> int:
+    """Return a count as an integer; ``operator.index`` would bind the graph to the value of a number."""
+    if isinstance(count, int | torch.SymInt):
+        return count  # type: ignore[return-value]
+    return operator.index(count)
+
+
 class GroupedLinear(PartedLayer):
     """Apply ``y = x W_eᵀ + b_e`` to the rows of each expert ``e``, in FP8 inside :class:`te_fast.pytorch.autocast`.
 
@@ -444,6 +451,41 @@ class GroupedLinear(PartedLayer):
         """
         if not isinstance(m_splits, torch.Tensor):
             return self._placed(self._counts(m_splits), inp)
+        self._check_kind(m_splits, inp)
+        if m_splits.is_cpu:
+            counts = tuple(m_splits.tolist())
+            if not inp.is_cpu:
+                return self._placed(counts, inp)
+            self._check_counts(counts, inp)
+        else:
+            check_in_debug(self.name, m_splits, inp)
+        if m_splits.dtype is not torch.int64:
+            m_splits = m_splits.to(torch.int64)
+        return m_splits if m_splits.is_contiguous() else m_splits.contiguous()
+
+    def _splits_in_graph(self, m_splits: Any, inp: torch.Tensor) -> torch.Tensor:
+        """Return the counts as int64 on the input's device.
+
+        The trace checks a list, and the graph itself the values of a tensor on the host. Nothing reads counts on a GPU.
+
+        Raises
+        ------
+        DtypeError, ShapeError, DeviceError
+            As of :meth:`_splits`.
+        """
+        if not isinstance(m_splits, torch.Tensor):
+            self._check_counts(self._counts(m_splits, _index_in_graph), inp)
+            return torch.tensor(m_splits, dtype=torch.int64, device=inp.device)
+        self._check_kind(m_splits, inp)
+        if m_splits.is_cpu:
+            fits = (m_splits.min() >= 0) & (m_splits.sum() == inp.shape[:-1].numel())
+            # Without the layer's name: layers of one kind share a graph.
+            message = "GroupedLinear: m_splits must not be negative, and must add up to the rows of the input"
+            torch._assert_async(fits, message)
+        return m_splits.to(device=inp.device, dtype=torch.int64)
+
+    def _check_kind(self, m_splits: torch.Tensor, inp: torch.Tensor) -> None:
+        """Check all of a tensor of counts but its values."""
         if m_splits.dtype not in _INTEGERS:
             message = f"{self.name}: m_splits must be integers, got a tensor of {m_splits.dtype}"
             raise DtypeError(message)
@@ -453,31 +495,18 @@ class GroupedLinear(PartedLayer):
                 f"shape {list(m_splits.shape)}"
             )
             raise ShapeError(message)
-        if m_splits.is_cpu:
-            counts = tuple(m_splits.tolist())
-            if not inp.is_cpu:
-                return self._placed(counts, inp)
-            self._check_counts(counts, inp)
-        elif m_splits.device != inp.device:
+        if not m_splits.is_cpu and m_splits.device != inp.device:
             message = (
                 f"{self.name}: m_splits must be on the host or on {inp.device}, where the input is, got "
                 f"{m_splits.device}"
             )
             raise DeviceError(message)
-        else:
-            check_in_debug(self.name, m_splits, inp)
-        if m_splits.dtype is not torch.int64:
-            m_splits = m_splits.to(torch.int64)
-        return m_splits if m_splits.is_contiguous() else m_splits.contiguous()
 
-    def _splits_in_graph(self, m_splits: Any, inp: torch.Tensor) -> torch.Tensor:
-        """Return the counts as int64 on the input's device, without reading them."""
-        given = m_splits if isinstance(m_splits, torch.Tensor) else torch.tensor(m_splits)
-        return given.to(device=inp.device, dtype=torch.int64)
-
-    def _counts(self, m_splits: Any) -> tuple[int, ...]:
+    def _counts(
+        self, m_splits: Any, index: Callable[[Any], int] = operator.index
+    ) -> tuple[int, ...]:
         try:
-            counts = tuple(map(operator.index, m_splits))
+            counts = tuple(map(index, m_splits))
         except TypeError:
             message = f"{self.name}: m_splits must be a list of integers or an integer tensor, got {m_splits!r}"
             raise DtypeError(message) from None
