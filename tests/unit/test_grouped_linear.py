@@ -289,11 +289,17 @@ def test_bad_buffers(which):
         torch.empty(sum(SPLITS), 2 * cols, dtype=x.dtype)[:, ::2],
         good.to("meta"),
         good.clone().requires_grad_(),
+        torch.empty(cols, sum(SPLITS), dtype=x.dtype),
     ):
         with pytest.raises((ValueError, RuntimeError), match=which):
             layer(x, SPLITS, **{which: bad})
     with pytest.raises(TypeError, match=which):
         layer(x, SPLITS, **{which: [1.0]})
+    square = te.GroupedLinear(2, 16, 16, device="cpu")
+    x = torch.randn(12, 16)
+    with pytest.raises(ValueError, match=f"{which} must not share memory"):
+        square(x[:8], [3, 5], **{which: x[4:]})
+    square(x[:4], [3, 1], **{which: x[4:8]})
 
 
 def test_copies_and_moves_keep_one_memory(tmp_path):

@@ -278,6 +278,64 @@ def test_caller_buffers():
         model(own, counts(), probs, counts(), op_kwargs=bad)
 
 
+def test_caller_buffers_with_scaled_biases():
+    model = scaled()
+    x, probs, grad = tensors()
+    given = (counts(), *[probs] * (model[0].num_extra_inputs - 1), probs, counts(), probs)
+    y = model(x, *given)
+    y.backward(grad)
+    before = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    out, dx = torch.zeros_like(y), torch.zeros_like(x)
+    kwargs = {-1: {ops.OUTPUT_BUFFER_KEY: out}, 0: {ops.GRAD_INPUT_BUFFER_KEY: dx}}
+    own = x.detach().clone().requires_grad_()
+    again = model(own, *given, op_kwargs=kwargs)
+    assert again.data_ptr() == out.data_ptr()
+    again.backward(grad)
+    assert torch.equal(out, y)
+    assert torch.equal(dx, x.grad)
+    assert torch.equal(own.grad, x.grad)
+    assert all(map(torch.equal, before, (parameter.grad for parameter in model.parameters())))
+    with pytest.raises(te_fast.ShapeError, match=r"output.*float32"):
+        model(own, *given, op_kwargs={-1: {"output": torch.zeros_like(out, dtype=torch.float64)}})
+
+
+def test_no_buffer_is_as_if_left_out():
+    layer = ops.GroupedLinear(2, 16, 32, device="cpu")
+    x, splits = torch.randn(5, 16), torch.tensor([2, 3])
+    assert torch.equal(layer(x, splits, output=None, grad_input=None), layer(x, splits))
+
+
+@pytest.mark.parametrize("in_chain", [False, True], ids=["alone", "chain"])
+@pytest.mark.parametrize(
+    ("key", "bad", "error", "words"),
+    [
+        ("output", lambda _: torch.empty(32, 5), te_fast.ShapeError, r"shape \[5, 32\]"),
+        ("grad_input", lambda _: torch.empty(16, 5), te_fast.ShapeError, r"shape \[5, 16\]"),
+        ("output", lambda _: torch.empty(5, 32, requires_grad=True), ValueError, "gradient"),
+        ("grad_input", lambda x: x.detach(), ValueError, "share memory"),
+        ("output", lambda _: [1.0], te_fast.DtypeError, "torch.Tensor"),
+    ],
+    ids=["output", "grad_input", "requires_grad", "shared", "list"],
+)
+def test_bad_buffers(key, bad, error, words, in_chain):
+    layer = ops.GroupedLinear(2, 16, 32, device="cpu")
+    x, splits = torch.randn(5, 16), torch.tensor([2, 3])
+    given = {key: bad(x)}
+    call, options = layer, given
+    if in_chain:
+        call, options = ops.Sequential(layer), {"op_kwargs": {0: given}}
+    with pytest.raises(error, match=f"GroupedLinear: {key}.*{words}"):
+        call(x, splits, **options)
+
+
+def test_buffers_inside_of_a_group():
+    model = ops.Sequential(ops.GroupedLinear(2, 16, 32, device="cpu"), ops.GELU())
+    x, splits = torch.randn(5, 16), torch.tensor([2, 3])
+    with pytest.raises(te_fast.UnsupportedError, match="op 0: GroupedLinear: output is memory"):
+        model(x, splits, op_kwargs={0: {"output": torch.empty(5, 32)}})
+
+
 @pytest.mark.parametrize("fuse", [False, True], ids=["grad", "main_grad"])
 def test_backward_dw(fuse):
     model = experts(bias=False)

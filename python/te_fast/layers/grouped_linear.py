@@ -15,7 +15,6 @@ from te_fast.errors import (
     DeviceError,
     DtypeError,
     ShapeError,
-    StateError,
     UnsupportedError,
 )
 from te_fast.graphs.form import forward_traced
@@ -32,6 +31,7 @@ from te_fast.layers.parameters import (
 from te_fast.layers.parts import PartedLayer, concatenate
 from te_fast.ops.expert_loop import ExpertLoop, Experts, is_needed, read_counts, takes
 from te_fast.runtime import native, scale_tape
+from te_fast.runtime.caller_memory import check_buffer
 from te_fast.runtime.calls import grouped_layer_call_method
 from te_fast.runtime.capturing import is_graph_capturing
 from te_fast.runtime.collectives import set_tensor_model_parallel_attributes
@@ -705,19 +705,7 @@ class GroupedLinear(PartedLayer):
         ):
             if buffer is None:
                 continue
-            if not isinstance(buffer, torch.Tensor):
-                message = f"{self.name}: {name} must be a torch.Tensor, got {type(buffer).__name__}"
-                raise DtypeError(message)
-            fits = buffer.shape == (rows, cols) and buffer.dtype == dtype
-            if not (fits and buffer.device == inp.device and buffer.is_contiguous()):
-                message = (
-                    f"{self.name}: {name} must be a contiguous {dtype} tensor of shape {[rows, cols]} on {inp.device}, "
-                    f"got {buffer.dtype} of shape {list(buffer.shape)} on {buffer.device}"
-                )
-                raise ShapeError(message)
-            if buffer.requires_grad:
-                message = f"{self.name}: {name} must not require a gradient; give its detach()"
-                raise StateError(message)
+            check_buffer(self.name, name, buffer, ((rows, cols),), dtype, inp)
         return native.Buffers(out, dgrad_out)
 
     def _general(

@@ -25,6 +25,7 @@ from te_fast.ops.plan import Plan, Types, make_plan, match
 from te_fast.ops.routing import Routing
 from te_fast.recipe import Recipe
 from te_fast.runtime import native, scale_tape
+from te_fast.runtime.caller_memory import check_buffer, gradient_in, result_in
 from te_fast.runtime.compiling import is_traced
 from te_fast.runtime.global_state import FP8GlobalStateManager
 from te_fast.runtime.support import get_default_recipe
@@ -301,6 +302,11 @@ class OperationFuser:
             Output; with extra outputs, and those.
         """
         if is_traced(input):
+            if basic_op_kwargs and self._counted:
+                basic_op_kwargs, buffers = self._without_buffers(basic_op_kwargs)
+                if any([buffer is not None for buffer in buffers]):
+                    message = f"{self._name}: a graph allocates its memory; leave output and grad_input out"
+                    raise UnsupportedError(message)
             return traced.run(self, input, extra_inputs, basic_op_kwargs, is_first_microbatch)
         self._check(input, extra_inputs, basic_op_kwargs)
         if extra_inputs:
@@ -372,7 +378,13 @@ class OperationFuser:
         plan = self._plan_for(input, extra_inputs, autocast, recipe)
         buffers = None
         if basic_op_kwargs and self._counted:
-            buffers, basic_op_kwargs = self._buffers_of(basic_op_kwargs, plan)
+            basic_op_kwargs, (output, grad_input) = self._without_buffers(basic_op_kwargs)
+            if output is not None or grad_input is not None:
+                self._check_buffers(input, output, grad_input)
+                if plan.single is None or basic_op_kwargs:
+                    given = (extra_inputs, basic_op_kwargs, is_first_microbatch, region)
+                    return self._run_and_copy(input, output, grad_input, given)
+                buffers = native.Buffers(output, grad_input)
         if plan.native is not None and not basic_op_kwargs:
             arguments = (
                 self,
@@ -411,21 +423,66 @@ class OperationFuser:
             extras[place] = op._counts_of_rows(extras[place], x)
         return tuple(extras)
 
-    def _buffers_of(
-        self, basic_op_kwargs: list[dict[str, Any]], plan: Plan
-    ) -> tuple[native.Buffers | None, list[dict[str, Any]] | None]:
-        """Return the caller's memory for result and input gradient, and the keyword arguments that are left."""
+    def _without_buffers(
+        self, basic_op_kwargs: list[dict[str, Any]]
+    ) -> tuple[list[dict[str, Any]] | None, tuple[Any, Any]]:
+        """Return the keyword arguments that are left, and the caller's memory for result and input gradient.
+
+        Raises
+        ------
+        UnsupportedError
+            If the memory is for a tensor inside of the group.
+        """
         rest = [dict(kwargs) for kwargs in basic_op_kwargs]
-        grad_input = rest[0].pop(GRAD_INPUT_BUFFER_KEY, None)
-        output = rest[-1].pop(OUTPUT_BUFFER_KEY, None)
-        if any(rest) or (grad_input is None and output is None):
-            return None, basic_op_kwargs
-        if plan.single is None:
-            message = (
-                f"{self._name}: buffers of the caller's are for groups that are one native program"
-            )
-            raise UnsupportedError(message)
-        return native.Buffers(output, grad_input), None
+        found: dict[str, Any] = {}
+        places = {OUTPUT_BUFFER_KEY: len(rest) - 1, GRAD_INPUT_BUFFER_KEY: 0}
+        for index, (op, kwargs) in enumerate(zip(self._basic_ops, rest, strict=True)):
+            for key, place in places.items() if op._counts_rows else ():
+                buffer = kwargs.pop(key, None)
+                if buffer is None:
+                    continue
+                if index != place:
+                    message = (
+                        f"op {self._labels[index]}: {key} is memory for a tensor inside of {self._name}, which has no "
+                        "memory of its own there; leave it out"
+                    )
+                    raise UnsupportedError(message)
+                found[key] = buffer
+        buffers = found.get(OUTPUT_BUFFER_KEY), found.get(GRAD_INPUT_BUFFER_KEY)
+        return (rest if any(rest) else None), buffers
+
+    def _check_buffers(
+        self,
+        x: torch.Tensor,
+        output: Any,
+        grad_input: Any,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Check the caller's memory; a program checks its type, so that `dtype` is None for one."""
+        rows = x.shape[:-1]
+        for key, buffer, place, name in (
+            (OUTPUT_BUFFER_KEY, output, -1, "out_features"),
+            (GRAD_INPUT_BUFFER_KEY, grad_input, 0, "in_features"),
+        ):
+            if buffer is not None:
+                size = getattr(self._basic_ops[place], name)
+                shapes = ((*rows, size), (rows.numel(), size))
+                check_buffer(f"op {self._labels[place]}", key, buffer, shapes, dtype, x)
+
+    def _run_and_copy(
+        self, x: torch.Tensor, output: Any, grad_input: Any, given: tuple[Any, ...]
+    ) -> Any:
+        """Run a group that is not one program, and copy its result and the input's gradient."""
+        if grad_input is not None:
+            self._check_buffers(x, None, grad_input, x.dtype)
+            x = gradient_in(x, grad_input)
+        result = self._run(x, *given)
+        if output is None:
+            return result
+        y, *others = result if isinstance(result, tuple) else (result,)
+        self._check_buffers(x, output, None, y.dtype)
+        y = result_in(y, output)
+        return (y, *others) if others else y
 
     @property
     def is_running(self) -> bool:
