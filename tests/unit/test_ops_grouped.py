@@ -404,6 +404,32 @@ def test_bad_sizes(sizes, error, words):
     assert isinstance(caught.value, te_fast.TeFastError)
 
 
+@pytest.mark.parametrize(
+    ("factors", "error", "words"),
+    [
+        (torch.rand(4), ValueError, "each of the 14 rows"),
+        (torch.rand(()), ValueError, "each of the 14 rows"),
+        (torch.ones(14, dtype=torch.int64), TypeError, "int64"),
+        (torch.rand(14, dtype=torch.float64), TypeError, "float64"),
+        (torch.rand(14, dtype=torch.complex64), TypeError, "complex64"),
+    ],
+    ids=["4", "scalar", "int64", "float64", "complex64"],
+)
+def test_bad_factors_of_biases(factors, error, words):
+    layer = ops.GroupedLinear(3, 32, 16, device="cpu", scale_bias=True)
+    with pytest.raises(error, match=f"GroupedLinear: the factors.*{words}") as caught:
+        layer(torch.randn(14, 32), counts([5, 0, 9]), factors)
+    assert isinstance(caught.value, te_fast.TeFastError)
+
+
+def test_biases_that_are_left_out_are_none():
+    layer = ops.GroupedLinear(2, 32, 16, bias=False, device="cpu")
+    assert layer.bias0 is layer.bias1 is None
+    assert list(layer.state_dict()) == ["weight0", "weight1"]
+    x = torch.randn(5, 32)
+    close(layer(x, counts([5, 0])), (x @ layer.weight0.t()).double(), torch.float32)
+
+
 def test_bad_counts():
     op = ops.GroupedLinear(2, 8, 8, device="cpu")
     x = torch.ones(4, 8)

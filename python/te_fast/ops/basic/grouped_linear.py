@@ -18,7 +18,7 @@ from te_fast.errors import (
 )
 from te_fast.ops.basic.native import ExtraTensorOperation
 from te_fast.ops.basic.weighted import WeightedOperation
-from te_fast.ops.common import autocast_dtype, parameter_options, to_real
+from te_fast.ops.common import NATIVE_TYPES, autocast_dtype, parameter_options, to_real
 from te_fast.ops.expert_loop import ExpertLoop, Experts, is_needed, read_counts
 from te_fast.ops.op import ALONE, Beside, OperationContext, PerOp
 from te_fast.runtime import native
@@ -38,6 +38,19 @@ _SLOTS = (2, 1)
 _retains_graph: Callable[[], bool] = getattr(
     torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True
 )
+
+
+def _check_factors(name: str, factors: torch.Tensor, x: torch.Tensor) -> None:
+    if factors.dtype not in NATIVE_TYPES:
+        message = f"{name}: the factors of the biases must be float32, float16 or bfloat16, got {factors.dtype}"
+        raise DtypeError(message)
+    rows = x.shape[:-1].numel()
+    if factors.dim() == 0 or factors.numel() != rows:
+        message = (
+            f"{name}: the factors of the biases must be one value for each of the {rows} rows, got a tensor of shape "
+            f"{list(factors.shape)}"
+        )
+        raise ShapeError(message)
 
 
 class GroupedLinear(ExtraTensorOperation, WeightedOperation):
@@ -147,6 +160,8 @@ class GroupedLinear(ExtraTensorOperation, WeightedOperation):
             self._weight_names = ["weight"]
         if self.single_grouped_bias:
             self._bias_names = ["bias"]
+        for number in () if self.use_bias else numbers:
+            self.register_parameter(f"bias{number}", None)
         for names, size in ((self._weight_names, shape), (self._bias_names, shape[:1])):
             if not names:
                 continue
@@ -356,6 +371,8 @@ class GroupedLinear(ExtraTensorOperation, WeightedOperation):
         """Run the operation under a torch graph of its own, which backward runs through."""
         ctx: Any = basic_op_ctxs[0]
         counts, *factors = basic_op_extra_inputs[0]
+        if factors:
+            _check_factors(type(self).__name__, factors[0], input_)
         wanted = bool(ctx.requires_grad)
         with torch.set_grad_enabled(wanted):
             x = input_.detach().to(self._result_type(input_.dtype, (), autocast_dtype(input_)))
