@@ -256,6 +256,15 @@ def test_weights_are_quantised_once_a_step(recipe):
     assert casts(lambda: run(False)) == 1
 
 
+@pytest.mark.parametrize("first", [1, 0])
+def test_microbatches_by_the_truth_of_a_number(first, recipe):
+    layer = make()
+    x, _ = inputs(layer)
+    with torch.no_grad(), te.autocast(recipe=recipe):
+        y = layer(x, SPLITS, is_first_microbatch=True)
+        assert torch.equal(layer(x, SPLITS, is_first_microbatch=first), y)
+
+
 def test_buffers_of_the_caller(recipe):
     layer = make()
     x, grad = inputs(layer)

@@ -588,6 +588,8 @@ class GroupedLinear(PartedLayer):
         """
         if not isinstance(inp, torch.Tensor):
             check_input(self, inp, "in_features", self.in_features, torch.device("cpu"))
+        if is_first_microbatch is not None:
+            is_first_microbatch = bool(is_first_microbatch)
         traced = is_traced(inp)
         if not traced and out is None and dgrad_out is None:
             y: Any = native.grouped_layer_straight(self, inp, m_splits, is_first_microbatch)
