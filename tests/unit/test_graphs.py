@@ -857,6 +857,24 @@ def test_a_graph_of_a_layer_that_is_gone_says_so():
             graph(x)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        *LAYERS.values(),
+        lambda: te.MultiheadAttention(32, 2, device="cpu"),
+        lambda: te.MoE(32, 64, 4, topk=2, device="cpu"),
+        lambda: te.ops.Linear(32, 32, device="cpu"),
+    ],
+)
+def test_a_copy_of_a_compiled_module_is_compiled(make):
+    """Averages of models copy them, with blocks that are compiled one by one."""
+    layer = torch.compile(make(), backend="eager")
+    copied = copy.deepcopy(layer)
+    assert type(copied) is type(layer)
+    pairs = zip(layer.parameters(), copied.parameters(), strict=True)
+    assert all(one is not other and torch.equal(one, other) for one, other in pairs)
+
+
 @pytest.mark.slow
 def test_hooks_run_in_the_graph():
     layer = te.Linear(32, 32, device="cpu")

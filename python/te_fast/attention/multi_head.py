@@ -21,7 +21,7 @@ from te_fast.layers.norm import LayerNorm, RMSNorm
 from te_fast.layers.parameters import check_sizes, refuse_userbuffers
 from te_fast.ops.basic.l2normalization import L2Normalization
 from te_fast.parallel.checkpoint import Share
-from te_fast.parallel.ranks import check_group, copy_sharing, divided, size_of_group
+from te_fast.parallel.ranks import check_group, divided, reduced_sharing, size_of_group
 from te_fast.runtime.module_hooks import are_called_plainly
 
 Rotation = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
@@ -81,9 +81,9 @@ class CompositeModule(torch.nn.Module):
         self._tell("set_tensor_parallel_group", tp_group)
         self.tp_group = tp_group
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copy the module; the copy shares process groups, since they cannot be copied."""
-        return copy_sharing(self, [self.tp_group], memo)
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Let deep copies share process groups."""
+        return reduced_sharing(super().__reduce_ex__(protocol), [self.tp_group])
 
     def set_context_parallel_group(
         self,

@@ -27,7 +27,7 @@ from te_fast.ops.basic.scaled import ScaledClampedQGeGLU, ScaledSiTUGLU, ScaledS
 from te_fast.ops.common import NATIVE_TYPES, parameter_options, to_real
 from te_fast.ops.sequential import Sequential
 from te_fast.parallel.checkpoint import Share
-from te_fast.parallel.ranks import copy_sharing
+from te_fast.parallel.ranks import reduced_sharing
 from te_fast.runtime.compiling import is_any_autocast_enabled, is_unseen
 from te_fast.runtime.numbers import check_number, check_positive_sizes
 from te_fast.tensor.of_factory import in_shared_region
@@ -408,10 +408,9 @@ class MoE(torch.nn.Module):
         parameters = self.experts.named_parameters(prefix="experts")
         return {name: Share(0, self.ep_group) for name, _ in parameters if not name[-1].isdigit()}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> MoE:
-        """Return a copy that the same ranks share."""
-        copied: MoE = copy_sharing(self, [self.ep_group], memo)
-        return copied
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Let the same ranks share deep copies."""
+        return reduced_sharing(super().__reduce_ex__(protocol), [self.ep_group])
 
     def backward_dw(self) -> None:
         """Compute the experts' weight gradients that `delay_wgrad_compute` has left, the last product's first."""

@@ -19,7 +19,7 @@ from te_fast.layers.parameters import check_sizes
 from te_fast.layers.wgrad_store import WeightGradStore
 from te_fast.parallel.checkpoint import Share, shares_by_marks
 from te_fast.parallel.quantized import Role, quantizer_of_rows
-from te_fast.parallel.ranks import check_group, copy_sharing, size_of_group
+from te_fast.parallel.ranks import check_group, reduced_sharing, size_of_group
 from te_fast.recipe import DelayedScaling, Recipe
 from te_fast.recipe.roles import QuantizerRole
 from te_fast.runtime import native, scale_tape
@@ -532,10 +532,10 @@ class TransformerEngineBaseModule(StatefulModule):
         """Leave the native half out; the copy makes its own, with empty caches."""
         return {name: value for name, value in self.__dict__.items() if name not in self._NATIVE}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copy the layer; the copy shares process groups, since they cannot be copied."""
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Let deep copies share process groups."""
         groups = self.tp_group, self.fsdp_group, self.fp8_meta.get("fp8_group")
-        return copy_sharing(self, groups, memo)
+        return reduced_sharing(super().__reduce_ex__(protocol), groups)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Make a native half of this copy's own."""

@@ -12,7 +12,7 @@ import torch
 
 from te_fast.errors import ArgumentError, ArgumentIndexError, StateError, TeFastError
 from te_fast.ops.recipe_state import RecipeStateModule
-from te_fast.parallel.ranks import NO_EXCHANGE, Exchange, copy_sharing
+from te_fast.parallel.ranks import NO_EXCHANGE, Exchange, reduced_sharing
 from te_fast.runtime.calls import call_through_forward, program_call_method
 from te_fast.runtime.compiling import is_in_graph
 from te_fast.tensor.quantizer import Float8QuantizerBase
@@ -233,10 +233,11 @@ class FusibleOperation(torch.nn.Module, metaclass=abc.ABCMeta):
         super().__init_subclass__(**options)
         call_through_forward(cls)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copy the operation; the copy shares process groups, since they cannot be copied."""
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Let deep copies share process groups."""
         names = "tensor_parallel_group", "process_group"
-        return copy_sharing(self, [self.__dict__.get(name) for name in names], memo)
+        groups = [self.__dict__.get(name) for name in names]
+        return reduced_sharing(super().__reduce_ex__(protocol), groups)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out references to containers and native objects."""

@@ -61,13 +61,45 @@ def exchange_of(mode: str | None, size: int, *, sequence_parallel: bool) -> Exch
     )
 
 
-def copy_sharing(module: Any, groups: Iterable[Any], memo: dict[int, Any]) -> Any:
-    """Return a deep copy of a module that has the same process groups, which cannot be copied."""
-    for group in groups:
-        memo[id(group)] = group
-    copied = memo[id(module)] = module.__new__(type(module))
-    copied.__setstate__(copy.deepcopy(module.__getstate__(), memo))
-    return copied
+class _SharingState(dict[str, Any]):
+    """The state of a module, whose deep copy has the same process groups; pickled, it is a plain dictionary."""
+
+    def __init__(self, state: dict[str, Any], groups: list[Any]) -> None:
+        super().__init__(state)
+        self._groups = groups
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        for group in self._groups:
+            memo[id(group)] = group
+        return copy.deepcopy(dict(self), memo)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+
+def reduced_sharing(reduced: Any, groups: Iterable[Any]) -> Any:
+    """Let a deep copy of a module have the same process groups, which cannot be copied.
+
+    A method ``__deepcopy__`` would do so more simply. But ``torch.compile`` of a module returns a wrapper that passes
+    on attributes it lacks: a copy of the wrapper would call that method, and be a copy of the module alone.
+
+    Parameters
+    ----------
+    reduced : tuple
+        What the base class of the module returns from ``__reduce_ex__``.
+    groups : iterable of torch.distributed.ProcessGroup or None
+        The groups.
+
+    Returns
+    -------
+    tuple
+        What ``__reduce_ex__`` of the module has to return.
+    """
+    shared = [group for group in groups if group is not None]
+    if not shared:
+        return reduced
+    make, arguments, state, *rest = reduced
+    return make, arguments, _SharingState(state, shared), *rest
 
 
 def divided(layer: str, name: str, total: int, size: int, ranks: str = "tp_size") -> int:
