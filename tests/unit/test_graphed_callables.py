@@ -551,6 +551,58 @@ def test_parameters_that_were_replaced_or_moved_are_an_error(graphs, recipe):
     both((eager, graphed), recipe, sample())
 
 
+class Scaled(torch.nn.Module):
+    """A chain of modules, and a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.chain = torch.nn.Sequential(te.Linear(COLS, COLS, **CPU), te.Linear(COLS, COLS, **CPU))
+        self.register_buffer("scale", torch.ones(1))
+
+    def forward(self, x):
+        return self.chain(x) * self.scale
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda m: m.chain.__setitem__(1, te.Linear(COLS, COLS, **CPU)), "submodule chain.1 was"),
+        (lambda m: m.chain.append(torch.nn.ReLU()), "submodule chain.2 was"),
+        (lambda m: m.chain.__delitem__(1), "submodule chain.1 was"),
+        (lambda m: setattr(m, "scale", torch.zeros(1)), "buffer scale was replaced"),
+        (lambda m: setattr(m.scale, "data", torch.zeros(1)), "buffer scale was replaced"),
+    ],
+)
+def test_submodules_and_buffers_that_were_replaced_are_an_error(graphs, change, match):
+    graphed = graphs.graphed(Scaled(), (sample(),))
+    x = sample()
+    graphed.scale.fill_(2)  # buffers may change in place
+    torch.testing.assert_close(graphed(x), graphed.chain(x) * 2)
+    change(graphed)
+    with pytest.raises(StateError, match=match):
+        graphed(sample())
+
+
+def test_parameters_that_train_since_the_capture_are_an_error(graphs):
+    layer = te.Linear(COLS, COLS, **CPU)
+    layer.weight.requires_grad_(False)
+    graphed = graphs.graphed(layer, (sample(),))
+    graphed.weight.requires_grad_(True)
+    with pytest.raises(StateError, match="parameter weight requires a gradient, which it did not"):
+        graphed(sample())
+    with torch.no_grad():
+        graphed(sample())
+
+
+def test_a_parameter_with_main_grad_that_was_frozen_since_the_capture_is_an_error(graphs):
+    layer = te.Linear(COLS, COLS, fuse_wgrad_accumulation=True, **CPU)
+    layer.weight.main_grad = torch.zeros(COLS, COLS)
+    graphed = graphs.graphed(layer, (sample(),))
+    graphed.weight.requires_grad_(False)
+    with pytest.raises(StateError, match=r"weight was frozen since .* main_grad"):
+        graphed(sample())
+
+
 def test_scales_that_were_exchanged_are_an_error(graphs):
     recipe = DelayedScaling(amax_history_len=4)
     graphed = captured(graphs, recipe)

@@ -1,8 +1,8 @@
-"""The parameters that a graph reads, whose addresses must not change."""
+"""What a graph reads of a module: parameters and buffers, whose addresses must not change, and submodules."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -11,11 +11,13 @@ from te_fast.tensor.primary import is_quantized
 
 
 class _Known(NamedTuple):
-    #: The parameters of the module that has it.
+    #: The parameters, or the buffers, of the module that has it.
     owner: dict[str, Any]
     key: str
-    parameter: torch.Tensor
+    tensor: torch.Tensor
     addresses: tuple[int, ...]
+    #: Whether a gradient was wanted.
+    is_trained: bool
 
 
 _PARTS = ("row", "row_scale", "col", "col_scale")
@@ -33,7 +35,7 @@ def _addresses(parameter: Any) -> tuple[int, ...]:
 
 
 class Parameters:
-    """The parameters of a callable and their addresses.
+    """The parameters, buffers and submodules of a callable.
 
     Parameters
     ----------
@@ -46,37 +48,79 @@ class Parameters:
     def __init__(self, name: str, module: torch.nn.Module) -> None:
         self._name, self._module = name, module
         self._known: list[_Known] = []
+        #: All modules, and the submodules that each had at the capture.
+        self._submodules: list[tuple[torch.nn.Module, dict[str, Any]]] = []
 
     def note(self) -> None:
-        """Note the addresses that the captured graphs read.
+        """Note what the captured graphs read.
 
         The first backward of a warm-up makes column layouts that are missing before it, so this is called behind the
         capture.
         """
+        modules = list(self._module.modules())
         self._known = [
-            _Known(part._parameters, key, parameter, _addresses(parameter))
-            for part in self._module.modules()
-            for key, parameter in part._parameters.items()
-            if parameter is not None
+            _Known(owner, key, tensor, _addresses(tensor), tensor.requires_grad)
+            for part in modules
+            for owner in (part._parameters, part._buffers)
+            for key, tensor in owner.items()
+            if tensor is not None
         ]
+        self._submodules = [(part, dict(part._modules)) for part in modules]
 
-    def check(self) -> None:
-        """Raise unless all are the same tensors at the same addresses.
+    def check(self, *, wants_gradients: bool) -> None:
+        """Raise unless all are the same tensors at the same addresses, in the same submodules.
+
+        Parameters
+        ----------
+        wants_gradients : bool
+            Whether the call is to have a backward.
 
         Raises
         ------
         StateError
-            If a parameter or its memory was replaced, or a quantised parameter has lost its column layout.
+            If a submodule, a parameter, a buffer or its memory was replaced, a quantised parameter has lost its column
+            layout, a frozen parameter is to train now, or a parameter with ``main_grad`` is frozen now.
         """
-        for owner, key, parameter, addresses in self._known:
-            if owner.get(key) is not parameter or _addresses(parameter) != addresses:
-                self._refuse(parameter, key)
+        for part, former in self._submodules:
+            if part._modules != former:
+                self._refuse_submodules(part, former)
+        for owner, key, tensor, addresses, is_trained in self._known:
+            if owner.get(key) is not tensor or _addresses(tensor) != addresses:
+                self._refuse(tensor, key)
+            if wants_gradients and tensor.requires_grad != is_trained:
+                self._check_training(tensor)
 
-    def _refuse(self, parameter: torch.Tensor, key: str) -> None:
-        named = self._module.named_parameters()
-        name = next((name for name, known in named if known is parameter), key)
+    def _refuse(self, tensor: torch.Tensor, key: str) -> NoReturn:
+        kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "buffer"
         message = (
-            f"{self._name}: parameter {name} was replaced or moved since the graph was captured, which reads "
-            "the former one; write new values in place (copy_, load_state_dict), or reset() and capture once more"
+            f"{self._name}: {kind} {self._name_of(tensor, key)} was replaced or moved since the graph was captured, "
+            "which reads the former one; write new values in place (copy_, load_state_dict), or reset() and capture "
+            "once more"
+        )
+        raise StateError(message)
+
+    def _name_of(self, tensor: torch.Tensor, key: str = "") -> str:
+        named = [*self._module.named_parameters(), *self._module.named_buffers()]
+        return next((name for name, known in named if known is tensor), key)
+
+    def _check_training(self, tensor: torch.Tensor) -> None:
+        """Raise if the backward of the capture is wrong for a parameter that has been frozen since, or trains since."""
+        if tensor.requires_grad:
+            problem = "requires a gradient, which it did not when the graph was captured: the graph computes none"
+        elif getattr(tensor, "main_grad", None) is not None:
+            problem = "was frozen since the graph was captured, which still adds its gradient to main_grad"
+        else:
+            return  # autograd drops the gradient
+        message = f"{self._name}: parameter {self._name_of(tensor)} {problem}; reset() and capture once more"
+        raise StateError(message)
+
+    def _refuse_submodules(self, part: torch.nn.Module, former: dict[str, Any]) -> NoReturn:
+        present: dict[str, Any] = part._modules
+        keys = [key for key in {**former, **present} if present.get(key) is not former.get(key)]
+        owner = next((name for name, other in self._module.named_modules() if other is part), "")
+        names = ", ".join(f"{owner}.{key}".lstrip(".") for key in keys)
+        message = (
+            f"{self._name}: submodule {names} was added, replaced or removed since the graph was captured, which runs "
+            "the former ones; put it back, or reset() and capture once more"
         )
         raise StateError(message)

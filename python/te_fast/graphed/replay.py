@@ -178,7 +178,8 @@ class GraphedCallable:
         Raises
         ------
         StateError
-            If parameters were replaced or moved, the region is another one, or the graphs were reset.
+            If submodules, parameters or buffers were replaced or moved, a frozen parameter trains now, the region is
+            another one, or the graphs were reset.
         ArgumentError, ShapeError, DtypeError, DeviceError
             If the arguments are unlike the samples.
         """
@@ -193,12 +194,12 @@ class GraphedCallable:
         is_first = is_first_microbatch(run.name, kwargs) if caches else False
         stream, event = take_stream(kwargs)
         tensors = run.inputs.of_call(args, kwargs, caches_weights=caches)
-        run.parameters.check()
+        with_grad = torch.is_grad_enabled()
+        run.parameters.check(wants_gradients=with_grad and run.is_training)
         run.scales.prepare()
         if caches:
             run.shared.flag.set(not is_first)
         call = _Call(run, Left(run.forward_step, run.last_step), stream, event)
-        with_grad = torch.is_grad_enabled()
         outputs = self._with_node(call, tensors) if with_grad else _forward(call, tensors)
         return outputs[0] if run.has_one_output else tree_unflatten(outputs, run.output_spec)
 
