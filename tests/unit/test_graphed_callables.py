@@ -969,6 +969,26 @@ def test_errors_are_those_of_transformer_engine(graphs):
         te.make_graphed_callables(layer, (sample(),))
 
 
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"sample_kwargs": 3}, "sample_kwargs must be a list or tuple, got a int"),
+        ({"capture_time_hooks": [3]}, "entries of capture_time_hooks must be dicts"),
+        ({"capture_time_hooks": {"forward_hooks": {}}}, "must be a list .*, got a dict"),
+        ({"capture_time_hooks": [{"forward_hooks": [print]}]}, "forward_hooks of .* dict of fun"),
+        ({"pre_warmup_hook": 3}, "pre_warmup_hook must be a function"),
+        ({"post_warmup_hook": 3}, "post_warmup_hook must be a function"),
+        ({"_order": "abc"}, "_order must be a list or tuple, got a str"),
+        ({"_order": [1, None]}, "_order has None, a NoneType"),
+        ({"amax_reduction_group": "x"}, "amax_reduction_group must be a torch.distributed"),
+        ({"recipe": "delayed", "enabled": False}, "recipe must be an object of a class"),
+    ],
+)
+def test_arguments_of_other_classes_are_errors(graphs, options, match):
+    with pytest.raises(DtypeError, match=match):
+        graphs.graphed((te.Linear(COLS, COLS, **CPU),), ((sample(),),), **options)
+
+
 # FP8 weights --------------------------------------------------------------------------------------------
 
 

@@ -87,6 +87,8 @@ def quantization(count: int, **given: tuple[Any, Any]) -> Quantization:
     ------
     ArgumentError
         If an argument is given under both of its names, or `enabled` does not fit the callables.
+    DtypeError
+        If `enabled`, `recipe` or `amax_reduction_group` is of another class.
     """
     values = {}
     for name, (value, deprecated) in given.items():
@@ -112,14 +114,21 @@ def quantization(count: int, **given: tuple[Any, Any]) -> Quantization:
             raise DtypeError(message)
     calibrating = bool(values["calibrating"])
     recipe = values["recipe"]
-    if any(enabled) or calibrating:
-        recipe = default_recipe() if recipe is None else recipe
-        if not isinstance(recipe, Recipe):
-            message = f"{_NAME}: recipe must be an object of a class of te_fast.common.recipe, got {recipe!r}"
-            raise DtypeError(message)
-    else:
+    if not isinstance(recipe, Recipe | None):
+        message = (
+            f"{_NAME}: recipe must be an object of a class of te_fast.common.recipe, got {recipe!r}"
+        )
+        raise DtypeError(message)
+    if not (any(enabled) or calibrating):
         recipe = None
+    elif recipe is None:
+        recipe = default_recipe()
     group, caches = values["amax_reduction_group"], bool(values["cache_quantized_params"])
+    if group is not None and not isinstance(group, torch.distributed.ProcessGroup):
+        message = (
+            f"{_NAME}: amax_reduction_group must be a torch.distributed.ProcessGroup, got {group!r}"
+        )
+        raise DtypeError(message)
     return Quantization(list(enabled), calibrating, recipe, group, caches)
 
 
@@ -137,19 +146,32 @@ def capture_time_hooks(given: Sequence[Any] | None, count: int) -> list[Hooks]:
     ------
     ArgumentError
         For another number of entries, and for unknown kinds.
+    DtypeError
+        If this is not a sequence of dicts, whose values are dicts of functions.
     """
     if given is None:
         given = [None] * count
+    if not isinstance(given, list | tuple):
+        kind = type(given).__name__
+        message = f"{_NAME}: capture_time_hooks must be a list with a dict for each callable, got a {kind}"
+        raise DtypeError(message)
     if len(given) != count:
         message = f"{_NAME}: capture_time_hooks must have an entry for each of {count} callables, got {len(given)}"
         raise ArgumentError(message)
     found: list[Hooks] = []
     for entry in given:
-        hooks = entry or {}
-        unknown = sorted(set(hooks) - set(HOOKS))
+        hooks = {} if entry is None else entry
+        if not isinstance(hooks, dict):
+            message = f"{_NAME}: entries of capture_time_hooks must be dicts of hooks by kind, got {entry!r}"
+            raise DtypeError(message)
+        unknown = [kind for kind in hooks if kind not in HOOKS]
         if unknown:
             message = f"{_NAME}: capture_time_hooks has {', '.join(map(repr, unknown))}; there are {', '.join(HOOKS)}"
             raise ArgumentError(message)
+        for kind, functions in hooks.items():
+            if not isinstance(functions, dict) or not all(map(callable, functions.values())):
+                message = f"{_NAME}: {kind} of capture_time_hooks must be a dict of functions, got {functions!r}"
+                raise DtypeError(message)
         found.append({kind: hooks.get(kind, {}) for kind in HOOKS})
     return found
 
@@ -193,6 +215,19 @@ def check_modules(modules: Sequence[Any]) -> bool:
     return training == {True}
 
 
+def check_sequence(name: str, samples: Any) -> None:
+    """Raise unless an argument is a sequence.
+
+    Raises
+    ------
+    DtypeError
+        If it is none.
+    """
+    if not isinstance(samples, Sequence) or isinstance(samples, str):
+        message = f"{_NAME}: {name} must be a list or tuple, got a {type(samples).__name__}"
+        raise DtypeError(message)
+
+
 def check_counts(callables: int, sample_args: Sequence[Any], sample_kwargs: Sequence[Any]) -> None:
     """Raise unless there are samples for every callable.
 
@@ -207,8 +242,11 @@ def check_counts(callables: int, sample_args: Sequence[Any], sample_kwargs: Sequ
     ------
     ShapeError
         If the numbers differ.
+    DtypeError
+        If one of them is not a sequence.
     """
     for name, samples in (("sample_args", sample_args), ("sample_kwargs", sample_kwargs)):
+        check_sequence(name, samples)
         if len(samples) != callables:
             message = (
                 f"{_NAME}: {name} must have an entry for each of {callables}, got {len(samples)}"

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from te_fast.errors import ArgumentError, DeviceError, StateError, UnsupportedError
+from te_fast.errors import ArgumentError, DeviceError, DtypeError, StateError, UnsupportedError
 from te_fast.graphed import arguments
 from te_fast.graphed.arguments import Options
 from te_fast.graphed.inputs import Inputs
@@ -144,6 +144,7 @@ def make_graphed_callables(
     if is_one:
         modules, sample_args = (modules,), (sample_args,) if _order is None else sample_args
         sample_kwargs = (sample_kwargs,) if isinstance(sample_kwargs, dict) else sample_kwargs
+    arguments.check_sequence("sample_args", sample_args)
     if sample_kwargs is None:
         sample_kwargs = tuple({} for _ in sample_args)
     quantization = arguments.quantization(
@@ -186,6 +187,8 @@ def _order_of(
     args: Sequence[Any],
     kwargs: Sequence[Any],
 ) -> Order:
+    if order is not None:
+        arguments.check_sequence("_order", order)
     wanted = count if order is None else len(args)
     arguments.check_counts(wanted, args, kwargs)
     return without_order(count) if order is None else from_chunks(order, layers, count, len(args))
@@ -199,6 +202,11 @@ def _check_options(options: Options, *, has_order: bool, is_training: bool) -> N
             "not be made in a graph"
         )
         raise ArgumentError(message)
+    for name in ("pre_warmup_hook", "post_warmup_hook"):
+        hook = getattr(options, name)
+        if hook is not None and not callable(hook):
+            message = f"{_NAME}: {name} must be a function without arguments, got {hook!r}"
+            raise DtypeError(message)
     if options.reuse_buffers and not has_order:
         message = f"{_NAME}: _reuse_graph_input_output_buffers needs _order, which says when a forward is over"
         raise ArgumentError(message)

@@ -137,6 +137,9 @@ def _kind_of(number: float) -> Kind:
 def _count(order: Sequence[float]) -> tuple[int, int]:
     """Return the numbers of chunks and microbatches; every chunk must have as many forwards as backwards."""
     for number in order:
+        if not isinstance(number, int | float):
+            message = f"{_NAME}: _order has {number!r}, a {type(number).__name__}; its entries are numbers"
+            raise DtypeError(message)
         if number > 0 and not isinstance(number, int):
             message = f"{_NAME}: forwards in _order are integers, got {number!r}, a {type(number).__name__}"
             raise DtypeError(message)
