@@ -224,6 +224,29 @@ def test_rows_that_fp8_lacks_and_no_rows():
         run(torch.zeros(7, 32), [], params, [], text)
 
 
+def test_an_operation_in_python_is_exported():
+    chain = ops.Sequential(ops.Linear(32, 32, device="cpu"), ops.Reshape((-1, 32)))
+    with torch.no_grad():
+        program = torch.export.export(chain, (X,), strict=False).module()
+        assert torch.equal(program(X), chain(X))
+
+
+class Experts(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.experts = te.GroupedLinear(2, 32, 32, device="cpu", name="experts")
+
+    def forward(self, x):
+        return self.experts(x, [8, 16])
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_experts_are_refused_by_name(strict):
+    kinds = UnsupportedError if not strict else Exception
+    with pytest.raises(kinds, match="experts: torch.export cannot save its grouped_linear"):
+        exported(Experts(), strict=strict)
+
+
 def test_what_cannot_be_saved_is_refused():
     layer = te.Linear(32, 32, device="cpu")
     recipe = DelayedScaling(amax_compute_algo=lambda history: history[0])

@@ -16,8 +16,14 @@ import te_fast.pytorch as te
 from graphs import assert_trains_alike, compiled, needs_compile, refusal_of, region, states_of
 from recipes import RECIPES
 from selection import every_value, quickly
-from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from te_fast.common.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+)
 from te_fast.errors import DtypeError, ShapeError, StateError
+from te_fast.graphs import refusal
 
 pytestmark = [needs_compile, pytest.mark.usefixtures("fresh_dynamo")]
 
@@ -736,6 +742,40 @@ def test_fake_tensors_have_the_shapes_of_results(name, kind):
         assert (y.shape, y.dtype) == (model(x).shape, x.dtype)
 
 
+@pytest.mark.parametrize("kind", ["none", "current", "delayed"])
+@pytest.mark.parametrize("name", ["LayerNormLinear", "Sequential"])
+def test_a_model_of_fake_tensors_alone(name, kind):
+    with torch._subclasses.FakeTensorMode(), region((RECIPES | WITHOUT)[kind]()):
+        model, x = LAYERS[name](), torch.randn(16, 32, requires_grad=True)
+        y = model(x)
+        y.sum().backward()
+    assert y.shape == (16, 48 if name == "LayerNormLinear" else 32)
+    assert x.grad.shape == x.shape
+    assert all(p.grad.shape == p.shape for p in model.parameters())
+
+
+@pytest.mark.parametrize("mode", ["fake", "symbolic"])
+def test_make_fx_with_fake_tensors(mode):
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    layer, recipe = te.LayerNormLinear(32, 48, device="cpu"), Float8CurrentScaling()
+
+    def step(parameters, x):
+        x = x.detach().requires_grad_()
+        y = torch.func.functional_call(layer, parameters, (x,))
+        return y, *torch.autograd.grad(y.square().sum(), x)
+
+    parameters = dict(layer.named_parameters())
+    rows = 32 if mode == "symbolic" else 16
+    with te.autocast(recipe=recipe):
+        graph = make_fx(step, tracing_mode=mode)(parameters, torch.randn(16, 32))
+        parameters = {name: p.detach() * 2 for name, p in parameters.items()}
+        parameters = {name: p.requires_grad_() for name, p in parameters.items()}
+        x = torch.randn(rows, 32)
+        for one, other in zip(graph(parameters, x), step(parameters, x), strict=True):
+            assert torch.equal(one, other)
+
+
 def test_make_fx_sees_an_operator():
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -844,6 +884,78 @@ def test_calibration_and_written_inputs_are_refused():
     with region(Float8CurrentScaling()):
         message = refusal_of(lambda x: layer(x, fp8_output=True), x)
     assert "fp8_output and fp8_grad are not traced" in message or "UnsupportedError" in message
+
+
+def written_in_place():
+    chain = te.ops.Sequential(
+        te.ops.Linear(32, 32, device="cpu"), te.ops.AddExtraInput(in_place=True)
+    )
+    return lambda x: chain(x, x.cos())
+
+
+def with_memory_of_the_caller():
+    layer = te.GroupedLinear(2, 32, 32, device="cpu")
+    return lambda x: layer(x, [8, 8], out=torch.empty(16, 32))
+
+
+def in_a_region_of_blocks():
+    layer, recipe = te.Linear(32, 32, device="cpu"), MXFP8BlockScaling()
+
+    def function(x):
+        with te.autocast(recipe=recipe):
+            return layer(x)
+
+    return function
+
+
+def with_a_result_in_fp8():
+    layer = te.Linear(32, 32, device="cpu")
+    return lambda x: layer(x, fp8_output=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (written_in_place, "in place, which a traced graph does not show"),
+        (with_memory_of_the_caller, "a graph takes no out or dgrad_out"),
+        (in_a_region_of_blocks, "MXFP8"),
+    ],
+)
+def test_refusals_are_no_internal_errors(make, match):
+    message = refusal_of(make(), torch.randn(16, 32))
+    # Torch 2.8 tells the class of an exception that traced code raises, and not its message.
+    assert re.search(match, message) or "Error" in message
+    assert "InternalTorchDynamoError" not in message
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (written_in_place, "in place, which a traced graph does not show"),
+        (with_a_result_in_fp8, "fp8_output and fp8_grad are not traced"),
+    ],
+)
+def test_a_fallback_to_eager_code_is_told_once(monkeypatch, make, match):
+    monkeypatch.setattr(refusal, "_told", set())
+    function, x = make(), torch.randn(16, 32)
+    run = torch.compile(function, backend="eager")
+    with pytest.warns(UserWarning, match=match):
+        y = run(x)
+    assert torch.equal(y, function(x))
+    run(x[:8].clone())  # compiles once more; a warning would be an error
+
+
+@pytest.mark.filterwarnings("ignore:fp8_autocast is deprecated:DeprecationWarning")
+def test_names_and_values_of_old():
+    """A region under its deprecated name, and a number in place of a bool."""
+    layer, recipe = te.Linear(32, 32, device="cpu"), Float8CurrentScaling()
+
+    def function(x):
+        with te.fp8_autocast(enabled=True, fp8_recipe=recipe):
+            return layer(x, is_first_microbatch=1)
+
+    x = torch.randn(16, 32)
+    assert torch.equal(compiled(function)(x), function(x))
 
 
 def test_a_graph_of_a_layer_that_is_gone_says_so():

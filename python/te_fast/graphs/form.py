@@ -102,6 +102,8 @@ def forward_traced(
     ShapeError, DtypeError, DeviceError
         If the input does not fit.
     """
+    if is_first_microbatch is not None:
+        is_first_microbatch = bool(is_first_microbatch)
     form = form_of(layer)
     params = parameters_of(layer, form, form.parameters)
     parts = [part for one in params for part in one]

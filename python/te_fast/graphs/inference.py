@@ -33,9 +33,16 @@ _PLAIN_OPS = ("add_extra_input", "add_residual", "constant_scale", "identity")
 
 
 class Recorder:
-    """Records the calls that build a native program, in a form that does not depend on the process."""
+    """Records the calls that build a native program, in a form that does not depend on the process.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    name : str
+        The program's name in messages.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
         self.ops: list[list[Any]] = []
         self.num_extra_outputs = 0
 
@@ -71,7 +78,10 @@ class Recorder:
     def __getattr__(self, name: str) -> Any:
         """Note any other op, whose arguments are plain."""
         if name not in _PLAIN_OPS:
-            message = f"torch.export: {name} cannot be saved"
+            message = (
+                f"{self._name}: torch.export cannot save its {name}; export the parts of the model around it, or save "
+                "the model's state_dict()"
+            )
             raise UnsupportedError(message)
         return lambda label, *arguments: self.ops.append([name, label, *arguments])
 
@@ -124,7 +134,7 @@ def describe(
     UnsupportedError
         If a part of it cannot be saved.
     """
-    recorder = Recorder()
+    recorder = Recorder(name)
     owner._append_to(recorder)
     described: dict[str, Any] = {"name": name, "ops": recorder.ops, "widths": program.widths(cols)}
     if recipe is not None:

@@ -15,14 +15,17 @@ refer to it by a number, which is computed from its content. Tensors of operator
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
 
-from te_fast import errors
 from te_fast.errors import ShapeError, UnsupportedError
+from te_fast.graphs.refusal import raise_problem, refusal
 from te_fast.graphs.region import entered, key_of_region, order, recipe_of
 from te_fast.graphs.traced import Described, Facts, Kind, Place, Traced, calls, facts_of
 from te_fast.runtime import native
@@ -190,6 +193,25 @@ register("keep_scale(Tensor scale, Tensor order) -> Tensor", _keep_scale, _keep_
 # Autograd -------------------------------------------------------------------------------------------
 
 
+def _with_real_tensors() -> AbstractContextManager[None]:
+    """Let operators take tensors of te_fast's own, such as handles, beside a user's fake tensors.
+
+    Where torch.compile traces this, it knows them already.
+    """
+    fake = None if is_dynamo_compiling() else sys.modules.get("torch._subclasses.fake_tensor")
+    return nullcontext() if fake is None else _with_real(fake.fake_tensor_tls)
+
+
+@contextmanager
+def _with_real(state: Any) -> Iterator[None]:
+    former = state.allow_non_fake_inputs_override
+    state.allow_non_fake_inputs_override = True
+    try:
+        yield
+    finally:
+        state.allow_non_fake_inputs_override = former
+
+
 class _Program(torch.autograd.Function):
     """Arguments: handle, text of the call, numbers of tensors of each kind, dummy gradients, then the tensors.
 
@@ -214,12 +236,13 @@ class _Program(torch.autograd.Function):
             base, step, per = facts.saved
             saved = [x.new_empty((base + step * ((rows + per - 1) // per),), dtype=torch.uint8)]
         memory = kept or [x.new_empty((size,), dtype=torch.uint8) for size in facts.memory]
-        torch.ops.te_fast.program_forward(
-            [x, *extras, *params, *scales],
-            [*made, *saved, *memory, *ordered],
-            handle,
-            facts.number,
-        )
+        with _with_real_tensors():
+            torch.ops.te_fast.program_forward(
+                [x, *extras, *params, *scales],
+                [*made, *saved, *memory, *ordered],
+                handle,
+                facts.number,
+            )
         tensors_of = {"input": [x], "extra": extras}
         outputs = _placed(facts.outputs, made, tensors_of, 1)
         if facts.any_grad:
@@ -264,7 +287,8 @@ class _Program(torch.autograd.Function):
         # The handle stands for what is not in the graph: tensors that a deferred gradient leaves to backward_dw(), and
         # the main_grads of parts.
         written = [*made, *kept[read:], *([handle] if facts.writes_elsewhere else [])]
-        torch.ops.te_fast.program_backward([*dys, *kept[:read]], written, handle, facts.number)
+        with _with_real_tensors():
+            torch.ops.te_fast.program_backward([*dys, *kept[:read]], written, handle, facts.number)
         places = (facts.grad_input, *facts.grad_params, *facts.grad_extras)
         first_extra = 1 + len(facts.parts)
         results = _placed(places, made, {"grad": dys}, first_extra)
@@ -390,7 +414,8 @@ def apply(
     within = (enabled, recipe, inside is not None)
     if not (grads and any([tensor.requires_grad for tensor in (x, *extras, *parts)])):
         kinds = tuple([_kind_of(one) for one in params])
-        text = traced.exported(within, cols, kinds)
+        text, problem = traced.exported(within, cols, kinds)
+        raise_problem(problem)
         if text:
             return _exported(text, owner, (inputs, params), x.shape[:-1])
     wants = [grads and tensor.requires_grad for tensor in (x, *extras)]
@@ -400,8 +425,7 @@ def apply(
     key = f"{enabled} {epoch} {recipe} {how} {described}"
     key = key.replace(".", " ")  # the key becomes the name of an attribute
     problem = traced.prepare(key, described, len(extras), within, how)
-    if problem is not None:
-        raise getattr(errors, problem[0])(problem[1])
+    raise_problem(problem)
     text = getattr(traced, key)
     facts = facts_of(text)
     scales, ordered = _of_delayed(traced, owner, facts, x.device) if facts.is_delayed else ([], [])
@@ -522,13 +546,14 @@ def _of_delayed(
             f"{traced.name}: under delayed scaling, a region inside of a compiled function takes no recomputed "
             "layers (checkpoint); enter the region around the call"
         )
-        raise UnsupportedError(message)
+        raise refusal(message)
     ordered = getattr(order, str(device))
     scales = []
     if tracing.keeps_scales:
         # A recomputation quantises with these copies, even if the scales have been updated by then.
         states = owner._delayed_states_of_linears(forward=True)
-        scales = [torch.ops.te_fast.keep_scale(state._scale, ordered) for state in states]
+        with _with_real_tensors():
+            scales = [torch.ops.te_fast.keep_scale(state._scale, ordered) for state in states]
     if inside is not None:
         inside.use(inside.number, traced.handle, ordered)
         if facts.any_grad:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from te_fast.errors import UnsupportedError
+from te_fast.errors import TeFastError
+from te_fast.graphs.refusal import Problem, problem_of, raise_problem, refusal
 from te_fast.recipe import Recipe
 from te_fast.runtime import native
 from te_fast.runtime.autocast import prepare_recipe
@@ -66,8 +67,12 @@ def _number_of(recipe: Recipe | None) -> int:
 _number_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _describe_to_dispatcher(recipe: Recipe) -> None:
-    _number_of(recipe)
+def _describe_to_dispatcher(recipe: Recipe) -> Problem | None:
+    try:
+        _number_of(recipe)
+    except TeFastError as error:
+        return problem_of(error)
+    return None
 
 
 _describe_to_dispatcher._dynamo_marked_constant = True  # type: ignore[attr-defined]
@@ -90,7 +95,7 @@ class TracedRegion:
                 "autocast: calibrating, _graph and amax_reduction_group work around a compiled function, not inside "
                 "of it; enter the region where the function is called"
             )
-            raise UnsupportedError(message)
+            raise refusal(message)
         self.enabled = bool(enabled)
         self.recipe = recipe
         self.number = 0
@@ -106,12 +111,16 @@ class TracedRegion:
                 "autocast: in a compiled function, no region begins inside of te.checkpoint; enter the region around "
                 "the call of te.checkpoint"
             )
-            raise UnsupportedError(message)
+            raise refusal(message)
         if self.enabled:
             recipe = self.recipe
             if recipe is not None and recipe.custom():
-                raise UnsupportedError(_NO_FACTORIES)
-            self.number = _number_of(None) if recipe is None else recipe._number_in_graphs()
+                raise refusal(_NO_FACTORIES)
+            if recipe is None:
+                self.number = _number_of(None)
+            else:
+                raise_problem(recipe._describe_to_dispatcher())
+                self.number = recipe._number_in_graphs()
         self.former = entered.region
         entered.region = self
         return self
@@ -149,9 +158,9 @@ def key_of_region() -> tuple[bool, int, int]:
             "autocast(calibrating=True) records maxima outside of any graph; calibrate the model before "
             "it is compiled"
         )
-        raise UnsupportedError(message)
+        raise refusal(message)
     if _around.is_of_factory:
-        raise UnsupportedError(_NO_FACTORIES)
+        raise refusal(_NO_FACTORIES)
     return _around.enabled, _around.epoch, 0
 
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from te_fast.errors import UnsupportedError
 from te_fast.graphs.form import forward_traced
+from te_fast.graphs.refusal import refusal
 from te_fast.runtime import native
 from te_fast.runtime.autocast import autocast
 from te_fast.runtime.compiling import CAN_COMPILE
@@ -44,7 +44,7 @@ def _layer_forward(
             f"{module.name}: fp8_output and fp8_grad are not traced by torch.compile; call the layer outside of it, or "
             "leave them at False"
         )
-        raise UnsupportedError(message)
+        raise refusal(message)
     return forward_traced(module, inp, is_first_microbatch)
 
 

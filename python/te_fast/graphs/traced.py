@@ -10,7 +10,8 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 
-from te_fast.errors import TeFastError, UnsupportedError
+from te_fast.errors import TeFastError
+from te_fast.graphs.refusal import Problem, problem_of
 from te_fast.runtime import native
 from te_fast.runtime.compiling import is_exporting, static
 from te_fast.runtime.delayed import DelayedScalingRecipeState
@@ -207,11 +208,10 @@ class Traced:
         extras: int,
         region: tuple[bool, int, bool],
         how: How,
-    ) -> tuple[str, str] | None:
+    ) -> Problem | None:
         """Describe a call. Runs once in a trace, on the real program.
 
-        Returns the class and the message of the error that eager code would raise, and the trace raises it: torch would
-        turn an error that is raised here into an internal error.
+        Returns the error that eager code would raise, if there is one.
 
         The call's text becomes the attribute `key`. The memory of its kept weights, if there is any, becomes the
         attribute :attr:`Facts.kept`. A trace looks up each attribute by itself and guards it, but would take a
@@ -238,10 +238,8 @@ class Traced:
         try:
             with _disable_current_modes(), torch.no_grad(), as_entered(region):
                 self._describe(key, tensors, extras, how)
-        except UnsupportedError:
-            raise
         except TeFastError as error:
-            return type(error).__name__, str(error)
+            return problem_of(error)
         return None
 
     def _describe(self, key: str, tensors: tuple[Described, ...], extras: int, how: How) -> None:
@@ -333,8 +331,10 @@ class Traced:
 
     def exported(
         self, region: tuple[bool, int, bool], cols: int, kinds: tuple[Kind | None, ...]
-    ) -> str:
+    ) -> tuple[str, Problem | None]:
         """Return the text of the program in a trace of ``torch.export``, else nothing. Runs once in a trace.
+
+        Beside it, returns the error if a part of the program cannot be saved.
 
         Parameters
         ----------
@@ -346,7 +346,7 @@ class Traced:
             How each parameter is quantised, if it is.
         """
         if not is_exporting():
-            return ""
+            return "", None
         from torch.utils._python_dispatch import _disable_current_modes
 
         from te_fast.graphs.inference import describe
@@ -360,7 +360,10 @@ class Traced:
             is_delayed = recipe is not None and recipe.delayed()
             if is_delayed and None in owner._delayed_states_of_linears(forward=True):
                 owner._init_delayed_scaling()
-        return describe(self.name, owner, self.program, recipe, cols, kinds)
+        try:
+            return describe(self.name, owner, self.program, recipe, cols, kinds), None
+        except TeFastError as error:
+            return "", problem_of(error)
 
     exported._dynamo_marked_constant = True  # type: ignore[attr-defined]
 

@@ -18,6 +18,7 @@ from te_fast.errors import (
     UnsupportedError,
 )
 from te_fast.graphs.form import forward_traced
+from te_fast.graphs.refusal import refusal
 from te_fast.layers.parameters import (
     Init,
     check_sizes,
@@ -619,6 +620,9 @@ class GroupedLinear(PartedLayer):
         splits = self._splits_in_graph(m_splits, inp) if traced else self._splits(m_splits, inp)
         buffers = None
         if out is not None or dgrad_out is not None:
+            if traced:
+                message = f"{self.name}: a graph takes no out or dgrad_out; leave them out, or call the layer outside"
+                raise refusal(message)
             buffers = self._memory_of_caller(inp, out, dgrad_out)
         y = None
         if not traced:
@@ -719,8 +723,6 @@ class GroupedLinear(PartedLayer):
     ) -> torch.Tensor:
         """Run the forward of calls that need Python."""
         if is_traced(inp):
-            if buffers is not None:
-                refuse(self.name, {"out or dgrad_out in a graph": True})
             return forward_traced(self, inp, is_first_microbatch, splits)
         parameters, version = self._used_parameters(is_first_microbatch)
         check_input(self, inp, "in_features", self.in_features, parameters["weight"].device)

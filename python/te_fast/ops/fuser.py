@@ -13,6 +13,7 @@ from weakref import WeakSet
 import torch
 
 from te_fast.errors import ArgumentError, DtypeError, StateError, TeFastError, UnsupportedError
+from te_fast.graphs.refusal import Problem, problem_of
 from te_fast.ops import chain, traced
 from te_fast.ops.common import (
     GRAD_INPUT_BUFFER_KEY,
@@ -561,13 +562,20 @@ class OperationFuser:
             and (other._ready or not any(map(_waits_for_call, other._basic_ops)))
         )
 
-    def _prepare_traced(self, *arguments: Any) -> None:
-        """Plan this group for a trace, and those that are like it: one without a plan would not fit the graph."""
-        traced.prepare(self, *arguments)
+    def _prepare_traced(self, *arguments: Any) -> Problem | None:
+        """Plan this group for a trace, and those that are like it: one without a plan would not fit the graph.
+
+        Returns the error of this group, if there is one.
+        """
+        try:
+            traced.prepare(self, *arguments)
+        except TeFastError as error:
+            return problem_of(error)
         for other in list(_fusers):
             if other is not self and self._is_like(other):
                 with contextlib.suppress(TeFastError):  # its own call raises it
                     traced.prepare(other, *arguments)
+        return None
 
     _prepare_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
 

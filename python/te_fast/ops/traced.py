@@ -6,10 +6,13 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from te_fast.errors import UnsupportedError
+from te_fast.graphs.refusal import raise_problem, refusal
 from te_fast.graphs.traced import Traced
 from te_fast.ops.common import autocast_dtype
+from te_fast.ops.op import OperationContext
 from te_fast.ops.plan import append_ops
 from te_fast.parallel.in_graphs import ranks_of
 from te_fast.runtime.compiling import is_exporting
@@ -18,6 +21,13 @@ if TYPE_CHECKING:
     from te_fast.ops.fuser import OperationFuser
     from te_fast.ops.plan import Plan, Step
     from te_fast.runtime.rows import Tensors
+
+
+#: Quantizers of an operation's neighbours, which tell it nothing.
+_ALONE: dict[str, None] = {
+    "prev_op_grad_output_quantizer": None,
+    "next_op_input_quantizer": None,
+}
 
 
 class SegmentStates:
@@ -54,7 +64,13 @@ def prepare(
     extra_dtypes: tuple[torch.dtype, ...],
     autocast: torch.dtype | None,
 ) -> None:
-    """Plan how the group runs on tensors of these types; runs once in a trace, on the real group."""
+    """Plan how the group runs on tensors of these types; runs once in a trace, on the real group.
+
+    Raises
+    ------
+    TeFastError
+        If it cannot run on them, or cannot be traced.
+    """
     fuser._refuse_stale()
     samples = [torch.empty(0, dtype=kind) for kind in (dtype, *extra_dtypes)]
     plan = fuser._plan_for(samples[0], tuple(samples[1:]), autocast, None)
@@ -103,7 +119,7 @@ def run(
     autocast = autocast_dtype(x)
     extra_dtypes = tuple([extra.dtype for extra in extra_inputs])
     key = f"{x.dtype} {extra_dtypes} {autocast} {fuser._modes}"
-    fuser._prepare_traced(key, x.dtype, extra_dtypes, autocast)
+    raise_problem(fuser._prepare_traced(key, x.dtype, extra_dtypes, autocast))
     plan = fuser._traced_plans[key]
     tensors: list[Any] = list(fuser._with_counts(x, extra_inputs))
     for step in plan.forward:
@@ -149,7 +165,7 @@ def _run_in_python(
             f"op {plan.labels[step.indices[0]]}: {type(op).__name__} has extra tensors or stands for several "
             "operations, and runs in Python, which cannot be traced; compile what is around it"
         )
-        raise UnsupportedError(message)
+        raise refusal(message)
     index = step.indices[0]
     if op._collective is not None:
         shared: torch.Tensor = getattr(step.ranks, op._collective)(x)
@@ -157,12 +173,19 @@ def _run_in_python(
     given = {} if kwargs is None else kwargs[index]
     tensors_of_op = [x, *_parameters(plan, index)]
     wanted = torch.is_grad_enabled() and any([tensor.requires_grad for tensor in tensors_of_op])
-    y: torch.Tensor = _PythonOperation.apply(op, plan.beside[index], given, wanted, *tensors_of_op)
+    beside = plan.beside[index]
+    y: torch.Tensor
+    if not wanted:
+        ctx: Any = OperationContext()
+        ctx.beside, ctx.requires_grad = beside, False
+        y = op.op_forward(ctx, x, **_ALONE, **given)
+    else:
+        y = _PythonOperation.apply(op, beside, given, *tensors_of_op)
     return y
 
 
 class _PythonOperation(torch.autograd.Function):
-    """Arguments: operation, quantisation beside it, keywords, whether a gradient is wanted, input, parameters.
+    """Arguments: operation, quantisation beside it, keywords, input, parameters.
 
     The node is the operation's context.
     """
@@ -173,16 +196,14 @@ class _PythonOperation(torch.autograd.Function):
         op: Any,
         beside: Any,
         kwargs: dict[str, Any],
-        wanted: bool,
         x: torch.Tensor,
         *_: torch.Tensor,
     ) -> torch.Tensor:
         ctx.beside = beside
         ctx.op = op
-        ctx.requires_grad = wanted
-        y: torch.Tensor = op.op_forward(
-            ctx, x, prev_op_grad_output_quantizer=None, next_op_input_quantizer=None, **kwargs
-        )
+        if is_dynamo_compiling():  # otherwise a context has this attribute, which cannot be written
+            ctx.requires_grad = True
+        y: torch.Tensor = op.op_forward(ctx, x, **_ALONE, **kwargs)
         # A view, since torch 2.11 loses the gradient of a traced function that returns the result of an operation that
         # changed nothing, such as a conversion to the same type.
         return y.view_as(y)
@@ -190,4 +211,4 @@ class _PythonOperation(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
         dx, grads = ctx.op.op_backward(ctx, dy)
-        return (None, None, None, None, dx, *grads)
+        return (None, None, None, dx, *grads)

@@ -210,13 +210,15 @@ class Recipe:
         }
 
     def _number_in_graphs(self) -> int:
-        """Return the number of the content, which becomes a guard of a graph under trace."""
-        self._describe_to_dispatcher()
+        """Return the number of the described content, which becomes a guard of a graph under trace."""
         # A number, also in a trace with dynamic=True, which would leave it open.
         return operator.index(self._native.number)
 
-    def _describe_to_dispatcher(self) -> None:
-        """Describe the recipe to the dispatcher for regions in graphs; another module replaces this method."""
+    def _describe_to_dispatcher(self) -> tuple[str, str] | None:
+        """Describe the recipe to the dispatcher for regions in graphs; another module replaces this method.
+
+        Returns class and message of an error, if there is one.
+        """
         raise NotImplementedError
 
     @classmethod

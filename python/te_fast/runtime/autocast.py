@@ -140,6 +140,15 @@ class autocast(native.AutocastRegion):
     )
 
 
+def _warn_of_fp8_autocast() -> None:
+    message = "fp8_autocast is deprecated: use autocast(recipe=..., amax_reduction_group=...)"
+    warnings.warn(message, DeprecationWarning, stacklevel=3)
+
+
+# A trace cannot look into warnings.warn, and runs this instead.
+_warn_of_fp8_autocast._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def fp8_autocast(
     enabled: bool = True,
     calibrating: bool = False,
@@ -174,8 +183,7 @@ def fp8_autocast(
     >>> y.shape
     torch.Size([16, 32])
     """
-    message = "fp8_autocast is deprecated: use autocast(recipe=..., amax_reduction_group=...)"
-    warnings.warn(message, DeprecationWarning, stacklevel=2)
+    _warn_of_fp8_autocast()
     return autocast(
         enabled=enabled,
         calibrating=calibrating,
