@@ -44,7 +44,7 @@ def folder():
 
 
 class Model(torch.nn.Module):
-    """A model with every kind of share: by column, by row, of two matrices in one, of QKV products, of experts."""
+    """A model with every kind of share: by column, by row, of two matrices in one, of QKV products, of heads."""
 
     def __init__(self, group):
         super().__init__()
@@ -57,7 +57,7 @@ class Model(torch.nn.Module):
         )
         self.attention = te.MultiheadAttention(
             HIDDEN, HEADS, attention_dropout=0.0, fuse_qkv_params=True, set_parallel_mode=True,
-            tp_size=size, **shared,
+            tp_size=size, softmax_type="learnable", **shared,
         )  # fmt: skip
         mode = {"tensor_parallel_group": group, "device": "cpu", "dtype": torch.bfloat16}
         self.chain = te.ops.Sequential(
@@ -82,8 +82,9 @@ def made(group, seed):
     with torch.no_grad():  # biases and norms are zeros and ones
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
-    for parameter in model.parameters():  # those that every rank has whole
-        if not getattr(parameter, "tensor_model_parallel", False):
+    for name, parameter in model.named_parameters():  # those that every rank has whole
+        is_shared = name.endswith("softmax_offset")  # Transformer Engine does not mark it
+        if not (is_shared or getattr(parameter, "tensor_model_parallel", False)):
             dist.broadcast(parameter.data, dist.get_global_rank(group, 0), group=group)
     return model
 

@@ -44,6 +44,7 @@ from te_fast.errors import DtypeError, ShapeError, UnsupportedError
 from te_fast.graphs.region import entered, key_of_region
 from te_fast.layers.base import TransformerEngineBaseModule
 from te_fast.layers.parameters import check_sizes, refuse
+from te_fast.parallel.checkpoint import Share
 from te_fast.parallel.ranks import divided
 from te_fast.runtime import native
 from te_fast.runtime.compiling import is_in_graph
@@ -285,6 +286,12 @@ class DotProductAttention(TransformerEngineBaseModule):
         self.load_balancing_strategy = load_balancing_strategy
 
     # Checkpoints ----------------------------------------------------------------------------------
+
+    def _shares_of_parameters(self) -> dict[str, Share]:
+        """Return that ranks share the learnable offset: each has those of its heads."""
+        if self.tp_size == 1 or self.softmax_type != "learnable":
+            return {}
+        return {"softmax_offset": Share(0, self.tp_group)}
 
     def set_extra_state(self, state: Any) -> None:
         """Accept the state of Transformer Engine's FP8 attention; te_fast does not use its scales.
