@@ -22,6 +22,7 @@ import te_fast.pytorch as te
 from ranks import Scenes, Stop, device
 from recipes import RECIPES
 from reference import QuantizedLinear, quantize_1d
+from te_fast import _config
 from te_fast.parallel.collectives import Ranks
 from te_fast.parallel.quantized import Gather, gather_input
 
@@ -71,6 +72,16 @@ def fill(layer, **values):
     with torch.no_grad():
         for name, value in values.items():
             getattr(layer, name).copy_(value)
+
+
+@contextmanager
+def debugging():
+    """``TE_FAST_DEBUG=1``."""
+    _config.DEBUG = True
+    try:
+        yield
+    finally:
+        _config.DEBUG = False
 
 
 def marks(parameter):
@@ -891,6 +902,46 @@ def ranks_that_disagree():
     odd = te.Linear(IN, OUT + rank * size * 16, parallel_mode="column", name="odd", **options)
     with raises(RuntimeError, "odd: the sizes"):
         odd(torch.ones(8, IN))
+
+
+@scene
+def layers_that_disagree_in_name_or_settings():
+    """Layers of the same sizes that ranks call in another order, or that compute something else."""
+    rank, size = rank_and_size()
+    options = {"device": device(), "tp_group": dist.group.WORLD}
+    both = [te.Linear(IN, OUT, parallel_mode="row", name=name, **options) for name in "ab"]
+    with raises(RuntimeError, "[ab]: the name of the layer that is called"):
+        both[rank % 2](torch.ones(8, IN // size))
+    is_first = rank == 0
+    column = {"parallel_mode": "column", "name": "norm", **options}
+    whole = {"set_parallel_mode": True, "name": "mlp", **options}
+    for layer in (
+        te.LayerNormMLP(IN, OUT, activation="relu" if is_first else "gelu", **whole),
+        te.LayerNormLinear(IN, OUT, eps=1e-5 if is_first else 1e-3, **column),
+        te.LayerNormLinear(IN, OUT, zero_centered_gamma=is_first, **column),
+        te.LayerNormLinear(IN, OUT, delay_wgrad_compute=is_first, **column),
+        te.LayerNormLinear(IN, OUT, bias=is_first, **column),
+    ):
+        with raises(RuntimeError, f"{layer.name}: the sizes and settings of the layer"):
+            layer(torch.ones(8, IN))
+
+
+@scene
+def known_kinds_that_differ():
+    """In debug mode ranks compare calls of kinds that they have compared before."""
+    rank, size = rank_and_size()
+    layer = te.Linear(
+        IN, OUT, parallel_mode="row", name="proj", device=device(), tp_group=dist.group.WORLD
+    )
+    with debugging():
+        for rows in (4, 8):
+            layer(torch.ones(rows, IN // size))
+        with region("current"):
+            layer(torch.ones(8, IN // size))
+        with raises(RuntimeError, "proj: the input's shape"):
+            layer(torch.ones(4 if rank else 8, IN // size))
+        with raises(RuntimeError, "proj: the recipe"), region("current" if rank else None):
+            layer(torch.ones(8, IN // size))
 
 
 @scene

@@ -48,7 +48,8 @@ class Segments:
         self._in_graphs: SegmentsInGraphs | None = None
         first = layer._handles[layer._LINEARS[0]]
         columns = layer._input_size()
-        kind = f"{type(layer).__name__} {columns} {body.widths(columns)}"
+        settings = [(name, getattr(layer, name, None)) for name in sorted(layer._CONSTANTS)]
+        kind = f"{type(layer).__name__} {columns} {body.widths(columns)} {settings}"
         self.body = Segment(layer.name, body, exchange, layer.tp_group, first, kind)
 
     def apply(

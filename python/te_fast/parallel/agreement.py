@@ -1,4 +1,7 @@
-"""Checks that the ranks of a group call a layer in the same way, once for each kind of call."""
+"""Checks that the ranks of a group call a layer in the same way, once for each kind of call.
+
+With ``TE_FAST_DEBUG=1`` the ranks compare every call.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from typing import Any
 
 import torch
 
+from te_fast import _config
 from te_fast.errors import RanksError
 from te_fast.parallel.overlap import setting
 from te_fast.runtime import native
@@ -20,7 +24,8 @@ _LIMIT = 256
 class Agreement:
     """The kinds of calls of a layer that the ranks of a group have compared.
 
-    A kind that is new on one rank is new on all ranks, so that all compare it in one small collective.
+    A kind that is new on one rank is new on all ranks, so that all compare it in one small collective. A rank cannot
+    see that another makes a call of another kind that both know; only ``TE_FAST_DEBUG=1`` finds that.
 
     Parameters
     ----------
@@ -40,7 +45,7 @@ class Agreement:
         self._known: set[Any] = set()
 
     def check(self, x: torch.Tensor, *, wanted: bool, needs_input: bool) -> None:
-        """Compare a call with the calls of the other ranks, if it is of a new kind.
+        """Compare a call with the calls of the other ranks, if it is of a new kind, or in debug mode.
 
         Parameters
         ----------
@@ -59,7 +64,8 @@ class Agreement:
         enabled, _, _, _, _, epoch = native.autocast_region()
         chunks = setting()
         kind = (x.shape, x.dtype, x.device, wanted, needs_input, epoch if enabled else None, chunks)
-        if kind in self._known or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        is_known = kind in self._known and not _config.DEBUG
+        if is_known or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
         recipe = native.autocast_objects()[0] if enabled else None
         shown = "none" if recipe is None else str(sorted(recipe._describe().items()))
@@ -70,10 +76,11 @@ class Agreement:
 
     def _compare(self, x: torch.Tensor, recipe: str, *, wanted: bool, needs_input: bool) -> None:
         own = {
+            "name of the layer that is called": [zlib.crc32(self._name.encode())],
             "input's shape": [x.dim(), *x.shape[-_DIMENSIONS:]],
             "input's type": [zlib.crc32(str(x.dtype).encode())],
             "recipe": [zlib.crc32(recipe.encode())],
-            "sizes and modes of the layer": [zlib.crc32(self._layer.encode())],
+            "sizes and settings of the layer": [zlib.crc32(self._layer.encode())],
             "set of what wants gradients": [int(wanted), int(needs_input)],
             "communication_chunks, or CUDA_DEVICE_MAX_CONNECTIONS,": list(map(int, setting())),
         }
