@@ -634,7 +634,7 @@ def blocks_are_those_of_one_rank():
         te.DType.kFloat8E4M3, rowwise=True, columnwise=True, block_scaling_dim=1
     )
     ranks = Ranks("layer", dist.group.WORLD)
-    value, parts, coming = gather_input(quantizer, local, ranks, later=True)
+    value, parts, coming = gather_input(quantizer(local), ranks, later=True)
     assert coming is None  # rows with scales of their own do not come later
     data, scales = quantize_1d(x.flatten(0, 1).float(), "e4m3")
     assert torch.equal(value._rowwise_data, data)
@@ -1152,6 +1152,32 @@ def a_rank_that_stops_before_backward():
     with raises(RuntimeError, "proj: a.* of tensor parallelism failed; another rank has stopped"):
         y.sum().backward()
     assert layer.weight.grad is None
+
+
+@scene
+def a_rank_that_stops_before_it_reduces_maxima():
+    """The last scene of a run: the quantizers of current scaling and a checkpoint miss a rank, too."""
+    rank, size = rank_and_size()
+    options = {"device": device(), "sequence_parallel": True, "tp_group": dist.group.WORLD}
+    calls = []
+    for mode in ("column", "row"):
+        layer = te.Linear(IN, OUT, parallel_mode=mode, name=mode, **options)
+        x = torch.ones(8, layer.in_features, requires_grad=True)
+        with region("current"):
+            y = layer(x)
+        calls.append((layer, x, y))
+    kept = torch.ones(8, requires_grad=True)
+    checkpointed = te.checkpoint(torch.sin, kept, distribute_saved_activations=True)
+    if rank == size - 1:
+        raise Stop
+    what = "the reduction of maxima of current scaling failed; another rank has stopped"
+    column, x, _ = calls[0]
+    with raises(RuntimeError, f"column: {what}"), region("current"):
+        column(x)
+    with raises(RuntimeError, f"row: {what}"):
+        calls[1][2].sum().backward()
+    with raises(RuntimeError, "checkpoint: the gather of distributed saved activations failed"):
+        checkpointed.sum().backward()
 
 
 @scene

@@ -11,7 +11,7 @@ import te_fast
 import te_fast.pytorch as te
 from selection import pairs
 from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
-from te_fast.errors import DtypeError, StateError
+from te_fast.errors import DtypeError, RanksError, StateError
 from te_fast.pytorch.distributed import (
     activation_recompute_forward,
     get_activation_recompute_contexts,
@@ -406,10 +406,25 @@ def test_an_exception_leaves_no_phase():
     assert not in_fp8_activation_recompute_phase()
 
 
+def test_errors_of_ranks_are_of_transformer_engines_class():
+    with pytest.raises(RuntimeError, match="get_distributed_rank: .*init_process_group") as raised:
+        te.distributed.get_distributed_rank()
+    assert isinstance(raised.value, RanksError)
+    weight = torch.nn.Parameter(torch.zeros(2, 2))
+    mark = te.distributed.set_tensor_model_parallel_attributes
+    mark(weight, True, 0, 1)
+    with pytest.raises(StateError, match="tensor_model_parallel, partition_dim, partition_stride"):
+        mark(weight, False, 1, 1)
+    assert weight.tensor_model_parallel
+    assert weight.partition_dim == 0
+
+
 def test_arguments():
     x = torch.ones(2, requires_grad=True)
     with pytest.raises(DtypeError, match="first argument"):
         te.checkpoint(torch.sin, 1.0, distribute_saved_activations=True)
+    with pytest.raises(RanksError, match="needs a process group"):
+        te.checkpoint(torch.sin, x, distribute_saved_activations=True)
 
     def scaled(x, *, factor):
         return x * factor
@@ -662,6 +677,7 @@ def test_an_old_call_has_a_group(monkeypatch):
 
     monkeypatch.setattr(recompute, "split_tensor_into_1d_equal_chunks", share)
     monkeypatch.setattr(recompute, "gather_split_1d_tensor", whole)
+    monkeypatch.setattr(recompute, "is_initialized", lambda: True)
     group, x = torch.distributed.ProcessGroup(0, 1), torch.ones(2, requires_grad=True)
     with pytest.warns(DeprecationWarning, match="by keyword"):
         te.checkpoint(torch.sin, True, Tracker, group, x).sum().backward()

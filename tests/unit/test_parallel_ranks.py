@@ -17,7 +17,11 @@ pytestmark = [
         not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo"
     ),
 ]
-LAST = ("a_rank_that_stops", "a_rank_that_stops_before_backward")
+LAST = (
+    "a_rank_that_stops",
+    "a_rank_that_stops_before_backward",
+    "a_rank_that_stops_before_it_reduces_maxima",
+)
 OF_TWO = tuple(name for name in scenes.functions if name not in LAST)
 OF_GRAPHS = tuple(compiled_scenes.functions)
 OF_ATTENTION = tuple(attention_scenes.functions)

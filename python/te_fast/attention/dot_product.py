@@ -289,9 +289,8 @@ class DotProductAttention(TransformerEngineBaseModule):
 
     def _shares_of_parameters(self) -> dict[str, Share]:
         """Return that ranks share the learnable offset: each has those of its heads."""
-        if self.tp_size == 1 or self.softmax_type != "learnable":
-            return {}
-        return {"softmax_offset": Share(0, self.tp_group)}
+        is_shared = self.tp_size > 1 and self.softmax_type == "learnable"
+        return {"softmax_offset": Share(0, self.tp_group)} if is_shared else {}
 
     def set_extra_state(self, state: Any) -> None:
         """Accept the state of Transformer Engine's FP8 attention; te_fast does not use its scales.
@@ -317,10 +316,7 @@ class DotProductAttention(TransformerEngineBaseModule):
     # Forward --------------------------------------------------------------------------------------
 
     def _named(self) -> str:
-        """Return the name, which is a constant for a trace.
-
-        A trace that reads the attribute itself is compiled for this module alone.
-        """
+        """Return the name as a constant: a trace that reads the attribute is compiled for this module alone."""
         return self.name
 
     _named._dynamo_marked_constant = True  # type: ignore[attr-defined]
@@ -355,10 +351,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             self.__dict__["_checked_epoch"] = epoch
 
     def _refuse_fp8(self) -> None:
-        """Raise if the recipe in force asks for attention in FP8.
-
-        Runs once in a trace, on the real module.
-        """
+        """Raise if the recipe in force asks for attention in FP8; runs once in a trace, on the real module."""
         region = entered.region
         recipe = native.autocast_objects()[0] if region is None else region.recipe
         for field in ("fp8_dpa", "fp8_mha"):

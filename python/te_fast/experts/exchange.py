@@ -15,10 +15,9 @@ from te_fast.moe.permutation import (
     moe_sort_chunks_by_index,
     moe_sort_chunks_by_index_with_probs,
 )
-from te_fast.parallel.collectives import named
 from te_fast.parallel.ranks import divided
 from te_fast.runtime import native
-from te_fast.runtime.collectives import get_distributed_rank, get_distributed_world_size
+from te_fast.runtime.collectives import get_distributed_rank, get_distributed_world_size, named
 
 #: Kinds of calls that are remembered.
 _LIMIT = 256

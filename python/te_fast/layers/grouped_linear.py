@@ -35,7 +35,7 @@ from te_fast.runtime import native, scale_tape
 from te_fast.runtime.caller_memory import check_buffer
 from te_fast.runtime.calls import grouped_layer_call_method
 from te_fast.runtime.capturing import is_graph_capturing
-from te_fast.runtime.collectives import set_tensor_model_parallel_attributes
+from te_fast.runtime.collectives import mark_share
 from te_fast.runtime.compiling import is_traced
 from te_fast.runtime.global_state import autocast_state
 from te_fast.runtime.inputs import check_input
@@ -405,7 +405,7 @@ class GroupedLinear(PartedLayer):
             self._quantize_weight(name)
             weight = getattr(self, name)
             if self.parallel_mode is not None:
-                set_tensor_model_parallel_attributes(
+                mark_share(
                     weight, True, dim=int(is_row) + int(self.single_grouped_weight), stride=1
                 )
             if self.delay_wgrad_compute:
@@ -416,7 +416,7 @@ class GroupedLinear(PartedLayer):
             if is_row:
                 bias.sequence_parallel = self.sequence_parallel
             elif self.parallel_mode is not None:
-                set_tensor_model_parallel_attributes(bias, True, dim=0, stride=1)
+                mark_share(bias, True, dim=0, stride=1)
         lay_together(self._of_parts())
         self._lay_quantized_together()
         self._drop_weight_cache()

@@ -23,7 +23,7 @@ from te_fast.parallel.checkpoint import Share
 from te_fast.parallel.ranks import divided
 from te_fast.runtime import native
 from te_fast.runtime.calls import layer_call_method
-from te_fast.runtime.collectives import set_tensor_model_parallel_attributes
+from te_fast.runtime.collectives import mark_share
 from te_fast.runtime.constants import check_flags, check_functions, check_numbers
 
 if TYPE_CHECKING:
@@ -347,14 +347,14 @@ class LayerNormMLP(ProgramLayer):
             initialise(self, weight, init, forks=True)
             self._quantize_weight(f"{name}_weight")
             weight = getattr(self, f"{name}_weight")
-            set_tensor_model_parallel_attributes(weight, True, dim=dim, stride=1)
+            mark_share(weight, True, dim=dim, stride=1)
             if self.delay_wgrad_compute:
                 weight.skip_backward_post_hook = True
         for name in inits if self.use_bias else ():
             bias: Any = materialise(self, f"{name}_bias")
             initialise(self, bias, constant(0.0), forks=False)
             if name == "fc1":
-                set_tensor_model_parallel_attributes(bias, True, dim=0, stride=1)
+                mark_share(bias, True, dim=0, stride=1)
             elif self.set_parallel_mode:
                 bias.sequence_parallel = self.sequence_parallel
         self._drop_weight_cache()

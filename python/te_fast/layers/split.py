@@ -18,7 +18,7 @@ from te_fast.layers.parts import PartedLayer, concatenate
 from te_fast.parallel.ranks import divided
 from te_fast.runtime import native
 from te_fast.runtime.calls import layer_call_method
-from te_fast.runtime.collectives import set_tensor_model_parallel_attributes
+from te_fast.runtime.collectives import mark_share
 from te_fast.runtime.parts import joined
 from te_fast.tensor.primary import is_quantized
 
@@ -181,7 +181,7 @@ class SplitLinear(PartedLayer):
             initialise(self, weight, self.init_method, forks=True)
             self._quantize_weight(name)
             weight = getattr(self, name)
-            set_tensor_model_parallel_attributes(weight, True, dim=1 if is_row else 0, stride=1)
+            mark_share(weight, True, dim=1 if is_row else 0, stride=1)
             if self.delay_wgrad_compute:
                 weight.skip_backward_post_hook = True
         for name in self.bias_names if self.use_bias else ():
@@ -190,7 +190,7 @@ class SplitLinear(PartedLayer):
             if is_row:
                 bias.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
             elif self.parallel_mode is not None:
-                set_tensor_model_parallel_attributes(bias, True, dim=0, stride=1)
+                mark_share(bias, True, dim=0, stride=1)
 
     def _has_parts(self) -> bool:
         return self._parts is not None

@@ -2,36 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from te_fast.errors import RanksError, TeFastError
 from te_fast.runtime.collectives import (
     Handle,
     allreduce,
     gather_along_first_dim,
     get_distributed_rank,
     get_distributed_world_size,
+    named,
     reduce_scatter_along_first_dim,
 )
-
-
-@contextmanager
-def named(name: str, collective: str) -> Iterator[None]:
-    """Name the layer in the errors of ``torch.distributed`` when a rank is gone or late."""
-    try:
-        yield
-    except TeFastError:
-        raise
-    except RuntimeError as error:
-        message = (
-            f"{name}: {collective} failed; another rank has stopped, is late, or does something "
-            f"else: {error}"
-        )
-        raise RanksError(message) from error
 
 
 class Ranks:

@@ -86,9 +86,9 @@ def gather_rows(
 
 
 def gather_input(
-    quantizer: Any, x: torch.Tensor, ranks: Ranks, *, later: bool
+    value: Any, ranks: Ranks, *, later: bool
 ) -> tuple[Any, list[Part], Arriving | None]:
-    """Quantise a rank's rows, and gather the layout that forward reads; rows with one scale perhaps beside a product.
+    """Gather the layout of a rank's rows that forward reads; rows with one scale perhaps beside a product.
 
     Returns
     -------
@@ -99,7 +99,6 @@ def gather_input(
     Arriving or None
         The gather, if it goes on.
     """
-    value = quantizer(x)
     if isinstance(value, Float8Tensor):
         whole, coming = gather_rows(value, ranks, later=later)
         assert whole._data is not None

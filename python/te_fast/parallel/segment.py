@@ -26,7 +26,7 @@ from te_fast.parallel.overlap import (
 )
 from te_fast.parallel.quantized import Gather, cuts_no_blocks, gather_input, gather_rows
 from te_fast.runtime import native, rows
-from te_fast.runtime.collectives import check_rows
+from te_fast.runtime.collectives import check_rows, named
 from te_fast.runtime.global_state import FP8GlobalStateManager
 
 if TYPE_CHECKING:
@@ -60,6 +60,8 @@ class Run:
     recipe: Recipe | None = None
 
 
+#: The collective in a quantizer of rows that have one scale on all ranks, for messages.
+_MAXIMA = "the reduction of maxima of current scaling"
 #: Returns the quantizer for a rank's rows of the input, or of the result's gradient; None if values are gathered.
 QuantizerOf = Callable[["Recipe", "Role", Any], Any]
 
@@ -215,7 +217,9 @@ class Segment:
         if made is not None and cuts_no_blocks(made, x):
             made.set_usage(columnwise=made.columnwise_usage and wanted)
             is_one_scale = recipe is not None and recipe.float8_per_tensor_scaling()
-            return gather_input(made, x, self.ranks, later=is_one_scale and self._is_cut(x, 1))
+            with named(self.ranks.name, _MAXIMA):
+                value = made(x)
+            return gather_input(value, self.ranks, later=is_one_scale and self._is_cut(x, 1))
         if recipe is None and self._is_cut(x, x.element_size()):
             coming = Arriving(self.ranks, x)
             return coming.whole, [(coming.whole, x, False)], coming
@@ -324,7 +328,9 @@ class Segment:
         if quantizer is not None and dy.numel() != 0 and _is_quantized_throughout(recipe):
             made = quantizer(recipe, "grad", self.ranks.group)
         if made is not None:
-            return gather_rows(made(dy.contiguous()), self.ranks, later=self._is_cut(dy, 1))
+            with named(self.ranks.name, _MAXIMA):
+                value = made(dy.contiguous())
+            return gather_rows(value, self.ranks, later=self._is_cut(dy, 1))
         if recipe is None and self._is_cut(dy, dy.element_size()):
             coming = Arriving(self.ranks, dy)
             return coming.whole, coming

@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from te_fast.errors import ArgumentError, ShapeError, UnsupportedError
+from te_fast.errors import RanksError, ShapeError, StateError, TeFastError, UnsupportedError
 
 #: torch's handle of a running collective; None if there is nothing to wait for.
 Handle = Any
 
 
-def _is_initialized() -> bool:
+def is_initialized() -> bool:
+    """Tell whether this process has a process group."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+@contextmanager
+def named(name: str, collective: str) -> Iterator[None]:
+    """Name the layer in the errors of ``torch.distributed`` when a rank is gone or late."""
+    try:
+        yield
+    except TeFastError:
+        raise
+    except RuntimeError as error:
+        message = (
+            f"{name}: {collective} failed; another rank has stopped, is late, or does something "
+            f"else: {error}"
+        )
+        raise RanksError(message) from error
 
 
 def get_distributed_world_size(group: Any = None) -> int:
@@ -34,7 +52,7 @@ def get_distributed_world_size(group: Any = None) -> int:
     >>> te.distributed.get_distributed_world_size()
     1
     """
-    return torch.distributed.get_world_size(group=group) if _is_initialized() else 1
+    return torch.distributed.get_world_size(group=group) if is_initialized() else 1
 
 
 def get_distributed_rank(group: Any = None) -> int:
@@ -47,7 +65,7 @@ def get_distributed_rank(group: Any = None) -> int:
 
     Raises
     ------
-    ArgumentError
+    RanksError
         Without ``torch.distributed``.
 
     See Also
@@ -59,13 +77,13 @@ def get_distributed_rank(group: Any = None) -> int:
     >>> import te_fast.pytorch as te
     >>> try:
     ...     rank = te.distributed.get_distributed_rank()
-    ... except ValueError:
+    ... except RuntimeError:
     ...     print("there is no process group")
     there is no process group
     """
-    if not _is_initialized():
+    if not is_initialized():
         message = "get_distributed_rank: torch.distributed has no process group; call init_process_group() first"
-        raise ArgumentError(message)
+        raise RanksError(message)
     return torch.distributed.get_rank(group=group)
 
 
@@ -310,6 +328,13 @@ def gather_split_1d_tensor(tensor: torch.Tensor, tp_group: Any) -> torch.Tensor:
     return gather_along_first_dim(tensor, tp_group)[0]
 
 
+def mark_share(tensor: Any, is_parallel: bool, *, dim: int, stride: int) -> None:
+    """Mark a parameter, which may be marked already, as :func:`set_tensor_model_parallel_attributes` does."""
+    tensor.tensor_model_parallel = is_parallel
+    tensor.partition_dim = dim
+    tensor.partition_stride = stride
+
+
 def set_tensor_model_parallel_attributes(
     tensor: Any, is_parallel: bool, dim: int, stride: int
 ) -> None:
@@ -324,6 +349,11 @@ def set_tensor_model_parallel_attributes(
     dim, stride : int
         The dimension along which it is split, and the stride of the split.
 
+    Raises
+    ------
+    StateError
+        If the parameter has one of the attributes already.
+
     See Also
     --------
     te_fast.pytorch.Linear : marks its own parameters.
@@ -337,6 +367,12 @@ def set_tensor_model_parallel_attributes(
     >>> weight.partition_dim
     0
     """
-    tensor.tensor_model_parallel = is_parallel
-    tensor.partition_dim = dim
-    tensor.partition_stride = stride
+    names = ("tensor_model_parallel", "partition_dim", "partition_stride")
+    found = [name for name in names if hasattr(tensor, name)]
+    if found:
+        message = (
+            f"set_tensor_model_parallel_attributes: the tensor is marked already, by {', '.join(found)}; delete these "
+            "attributes to mark it anew"
+        )
+        raise StateError(message)
+    mark_share(tensor, is_parallel, dim=dim, stride=stride)

@@ -11,9 +11,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from te_fast.errors import DtypeError
+from te_fast.errors import DtypeError, RanksError
 from te_fast.runtime import native, scale_tape
-from te_fast.runtime.collectives import gather_split_1d_tensor, split_tensor_into_1d_equal_chunks
+from te_fast.runtime.collectives import (
+    gather_split_1d_tensor,
+    is_initialized,
+    named,
+    split_tensor_into_1d_equal_chunks,
+)
 from te_fast.runtime.compiling import is_in_graph
 from te_fast.runtime.global_state import FP8GlobalStateManager
 
@@ -264,6 +269,12 @@ def _distributed(x: Any, group: Any) -> saved_tensors_hooks:
             f"{type(x).__name__}"
         )
         raise DtypeError(message)
+    if not is_initialized():
+        message = (
+            "checkpoint: distribute_saved_activations needs a process group; call torch.distributed's "
+            "init_process_group() first, or leave the argument out"
+        )
+        raise RanksError(message)
     share = split_tensor_into_1d_equal_chunks(x.detach(), group, new_buffer=True)
     # `pack` must not refer to the tensor: torch keeps `pack` as long as its result.
     shape, address = x.shape, x.data_ptr()
@@ -276,7 +287,8 @@ def _distributed(x: Any, group: Any) -> saved_tensors_hooks:
         if isinstance(kept, tuple):
             (tensor,) = kept
             return tensor
-        return gather_split_1d_tensor(kept, group).view(shape)
+        with named("checkpoint", "the gather of distributed saved activations"):
+            return gather_split_1d_tensor(kept, group).view(shape)
 
     return saved_tensors_hooks(pack, unpack)
 
@@ -393,6 +405,8 @@ def checkpoint(
         If the argument that is to be distributed is no tensor.
     ShapeError
         If its elements cannot be shared out among the ranks.
+    RanksError
+        If an argument is to be distributed without a process group, or a rank is gone in backward.
 
     See Also
     --------
