@@ -318,6 +318,12 @@ def test_named_random_states(monkeypatch):
         pass
     with pytest.raises(KeyError), tracker.fork("x"):
         pass
+    with pytest.raises(DtypeError, match="must be an integer, got 'seed'"):
+        tracker.add("third", "seed")
+    assert "seed" not in tracker.seeds_
+    with pytest.raises(DtypeError, match="state 'a' must be a torch.Generator"):
+        tracker.set_states({"a": torch.get_rng_state()})
+    assert set(tracker.states_) == {"model-parallel-rng", "other"}
     states_ = tracker.get_states()
     tracker.reset()
     assert (tracker.states_, tracker.seeds_) == ({}, set())

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from te_fast.errors import ArgumentKeyError, ArgumentNameError
+from te_fast.errors import ArgumentKeyError, ArgumentNameError, DtypeError
 
 # States of the process's trackers; a graph registers those that are generators.
 _active: dict[str, Any] = {}
@@ -146,7 +146,19 @@ class CudaRNGStatesTracker:
         ----------
         states : dict
             States by name, as :meth:`get_states` returns them.
+
+        Raises
+        ------
+        DtypeError
+            If a state is a tensor, not a generator.
         """
+        for name, state in states.items():
+            if isinstance(state, torch.Tensor):  # Megatron-LM's tracker has such states
+                message = (
+                    f"CudaRNGStatesTracker.set_states: state {name!r} must be a torch.Generator, as get_states() "
+                    "returns, got a tensor"
+                )
+                raise DtypeError(message)
         self.states_ = states
         set_all_rng_states(states)
 
@@ -164,6 +176,8 @@ class CudaRNGStatesTracker:
         ------
         ArgumentNameError
             If there is a state of that name, or of that seed.
+        DtypeError
+            If the seed is no integer.
         """
         if seed in self.seeds_:
             message = f"CudaRNGStatesTracker.add: seed {seed} is that of another state; every state needs its own"
@@ -173,8 +187,13 @@ class CudaRNGStatesTracker:
                 f"CudaRNGStatesTracker.add: there is a state {name!r} already; reset() forgets all"
             )
             raise ArgumentNameError(message)
-        self.seeds_.add(seed)
+        if not isinstance(seed, int):
+            message = (
+                f"CudaRNGStatesTracker.add: the seed of {name!r} must be an integer, got {seed!r}"
+            )
+            raise DtypeError(message)
         self.states_[name] = _made(seed)
+        self.seeds_.add(seed)
         set_all_rng_states(self.states_)
 
     @contextmanager
