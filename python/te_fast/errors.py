@@ -15,12 +15,14 @@ __all__ = [
     "CudaError",
     "DeviceError",
     "DtypeError",
+    "ListsError",
     "MissingAttributeError",
     "MissingError",
     "QuantizedTensorError",
     "RanksError",
     "RecipeError",
     "ShapeError",
+    "StateDtypeError",
     "StateError",
     "TeFastError",
     "UnsupportedError",
@@ -64,6 +66,10 @@ class ShapeError(TeFastError, ValueError, AssertionError):
     """
 
 
+class ListsError(ShapeError, RuntimeError):
+    """Lists of tensors, or the tensors in them, do not fit each other; Transformer Engine raises ``RuntimeError``."""
+
+
 class DtypeError(TeFastError, TypeError):
     """A tensor has the wrong data type, or an argument the wrong class."""
 
@@ -82,6 +88,10 @@ class RecipeError(TeFastError, ValueError, AssertionError):
 
 class StateError(TeFastError, RuntimeError):
     """A checkpoint state cannot be read, or an object is used out of order."""
+
+
+class StateDtypeError(StateError, AssertionError):
+    """An optimizer's state has another type than its option says; Transformer Engine asserts."""
 
 
 class QuantizedTensorError(TeFastError, RuntimeError, ValueError, AssertionError):

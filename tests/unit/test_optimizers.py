@@ -3,6 +3,7 @@
 import copy
 import importlib
 import math
+import pickle
 
 import pytest
 import torch
@@ -256,8 +257,107 @@ def test_states_of_another_kind_are_refused():
     kept = FusedAdam([weight], master_weights=True, store_param_remainders=True)
     kept.step()
     other = FusedAdam([weight], master_weights=True)
-    with pytest.raises(StateError, match="store_param_remainders"):
+    with pytest.raises(StateError, match="store_param_remainders") as raised:
         other.load_state_dict(kept.state_dict())
+    assert isinstance(raised.value, AssertionError)  # Transformer Engine's
+
+
+def _wide(state):
+    state["exp_avg"] = state["exp_avg"][:1]
+
+
+def _flat(state):
+    state["exp_avg_sq"] = torch.zeros(3)
+
+
+def _less(state):
+    del state["master_param"]
+
+
+def _more(state):
+    state["momentum"] = torch.zeros(2, 4)
+
+
+def _other(state):
+    state["exp_avg"] = "text"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "match"),
+    [
+        (_wide, r"exp_avg of a parameter of shape \[2, 4\] .* got \[1, 4\]"),
+        (_flat, r"exp_avg_sq of a parameter .* got \[3\]"),
+        (_less, "the state of parameter 1 lacks master_param"),
+        (_more, "no state 'momentum'"),
+        (_other, "exp_avg must be torch.float32, got str"),
+    ],
+)
+def test_a_state_that_does_not_fit_leaves_the_optimizers_own(spoil, match):
+    weights = [torch.nn.Parameter(torch.ones(2, 4, dtype=torch.bfloat16)) for _ in range(2)]
+    optimizer = FusedAdam(weights, master_weights=True)
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    kept = copy.deepcopy(optimizer.state_dict())
+    other = copy.deepcopy(kept)
+    other["state"][0]["exp_avg"].fill_(7.0)
+    other["param_groups"][0]["lr"] = 5.0
+    spoil(other["state"][1])
+    with pytest.raises(StateError, match=match):
+        optimizer.load_state_dict(other)
+    left = optimizer.state_dict()
+    assert left["param_groups"] == kept["param_groups"]
+    for number, state in kept["state"].items():
+        for name, value in state.items():
+            assert torch.equal(left["state"][number][name], value)
+    with pytest.raises(ArgumentError, match=r"groups of \[1\] parameters, and the state of \[2\]"):
+        FusedAdam(weights[:1]).load_state_dict(kept)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda w: FusedAdam(w, **OPTIONS, master_weights=True, exp_avg_dtype=torch.float16),
+        lambda w: FusedAdam(w, **OPTIONS, capturable=True),
+        lambda w: FusedSGD(w, lr=0.1, momentum=0.5),
+    ],
+)
+def test_copies_of_optimizers_go_on(make, copied):
+    weights = parameters()
+    both = [make(weights)]
+    for step in range(2):
+        for optimizer in both:
+            group = optimizer.param_groups[0]
+            optimizer.zero_grad()
+            for weight, grad in zip(group["params"], gradients(step), strict=True):
+                weight.grad = grad
+            optimizer.step()
+        if step == 0:
+            both.append(copied(both[0]))
+    one, other = (optimizer.param_groups[0]["params"] for optimizer in both)
+    for weight, twin in zip(one, other, strict=True):
+        assert weight is not twin
+        assert torch.equal(weight, twin)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [
+        (FusedAdam, {"lr": -1.0}),
+        (FusedAdam, {"eps": -1.0}),
+        (FusedAdam, {"weight_decay": "much"}),
+        (FusedAdam, {"betas": 0.9}),
+        (FusedAdam, {"betas": (0.9, 1.0)}),
+        (FusedSGD, {"lr": -1.0}),
+        (FusedSGD, {"lr": 0.1, "momentum": -1.0}),
+        (FusedSGD, {"lr": 0.1, "nesterov": True}),
+    ],
+)
+def test_numbers_that_no_step_can_use(optimizer, options):
+    name = next(reversed(options))
+    with pytest.raises(ArgumentError, match=f"{optimizer.__name__}: {name}"):
+        optimizer(parameters(), **options)
 
 
 class Scaler:
@@ -550,8 +650,16 @@ def test_copies_in_place_note_what_is_not_finite(function, value):
 
 
 def test_lists_that_do_not_fit():
-    with pytest.raises(ShapeError, match="equally long"):
+    with pytest.raises(ShapeError, match="equally long") as raised:
         multi_tensor_applier(multi_tensor_scale, flag(), [[torch.ones(1)], []], 1.0)
+    assert isinstance(raised.value, RuntimeError)  # Transformer Engine's
+    for factor in (1.0, 2.0):
+        with pytest.raises(ShapeError, match=r"\[\[1, 2\]\] and \[\[2, 2\]\]"):
+            multi_tensor_scale(0, flag(), [[torch.ones(1, 2)], [torch.ones(2, 2)]], factor)
+        multi_tensor_scale(0, flag(), [[], []], factor)
+    norm, norms = multi_tensor_l2norm(0, flag(), [[]], True)
+    assert norm.tolist() == [0.0]
+    assert norms.tolist() == []
     assert multi_tensor_applier(multi_tensor_l2norm, flag(), [[]]) is None
     with pytest.raises(ShapeError, match="two lists"):
         multi_tensor_scale(1, flag(), [[torch.ones(1)]], 1.0)

@@ -9,15 +9,30 @@ from typing import Any
 
 import torch
 
-from te_fast.errors import ArgumentError, StateError, UnsupportedError
+from te_fast.errors import ArgumentError, StateDtypeError, StateError, UnsupportedError
 from te_fast.optimizers import stored
 from te_fast.optimizers.multi_tensor import local_part as _local
+from te_fast.optimizers.options import check_betas, check_numbers
 from te_fast.optimizers.zeroing import forgets, warn_of_set_grad_none
 from te_fast.tensor.primary import is_quantized
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _MASTER = "master_param"
 _WEIGHTS = (torch.float32, torch.float16, torch.bfloat16)
+#: Attributes beside those that torch's optimizers copy and pickle.
+_OWN = (
+    "capturable",
+    "master_weights",
+    "master_weight_dtype",
+    "exp_avg_dtype",
+    "exp_avg_sq_dtype",
+    "use_decoupled_grad",
+    "adam_w_mode",
+    "name_to_dtype_map",
+    "store_param_remainders",
+    "set_grad_none",
+    "_scales",
+)
 #: After so many steps both powers of the betas are zero, so that the bias correction is 1.
 _NO_CORRECTION = 1e12
 
@@ -65,6 +80,8 @@ class FusedAdam(torch.optim.Optimizer):
     ------
     UnsupportedError
         For `amsgrad`, for types that states cannot have, and for combinations that `capturable` excludes.
+    ArgumentError
+        If `lr`, `eps` or `weight_decay` is negative, or `betas` are not two numbers from 0 to below 1.
 
     See Also
     --------
@@ -125,6 +142,8 @@ class FusedAdam(torch.optim.Optimizer):
         self._scales: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         self.set_grad_none = set_grad_none
         self._check_options(amsgrad)
+        check_numbers("FusedAdam", lr=lr, eps=eps, weight_decay=weight_decay)
+        check_betas("FusedAdam", betas)
         warn_of_set_grad_none("FusedAdam", set_grad_none)
         defaults = {
             "lr": torch.tensor(lr, dtype=torch.float32) if capturable else lr,
@@ -136,6 +155,13 @@ class FusedAdam(torch.optim.Optimizer):
         super().__init__(params, defaults)
         if capturable:
             self._step_supports_amp_scaling = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state of torch's optimizer, and what it does not know, for copies and pickles."""
+        own = {name: getattr(self, name) for name in _OWN}
+        if self.capturable:
+            own["_step_supports_amp_scaling"] = True
+        return {**super().__getstate__(), **own}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters. With `capturable` its learning rate becomes a tensor on their device."""
@@ -320,17 +346,13 @@ class FusedAdam(torch.optim.Optimizer):
 
         Raises
         ------
-        StateError
+        StateDtypeError
             If it has another type.
+        StateError
+            If it has another shape, or the optimizer has no state of that name.
         """
+        self._check_state("set_scaled_state", param, state_name, unscaled_state)
         remainder = self._keeps_remainder(param, state_name)
-        expected = torch.int16 if remainder else torch.float32
-        if unscaled_state.dtype is not expected:
-            message = (
-                f"FusedAdam.set_scaled_state: {state_name} must be {expected}, got {unscaled_state.dtype}; "
-                "store_param_remainders of the optimizer and of the checkpoint must be the same"
-            )
-            raise StateError(message)
         if state_name not in self.state[param]:
             self._initialize_state(param, state_name)
         kept = _local(self.state[param][state_name])
@@ -338,6 +360,28 @@ class FusedAdam(torch.optim.Optimizer):
             kept.copy_(unscaled_state)
         else:
             stored.write(kept, self._scale(param, state_name), unscaled_state.to(kept.device))
+
+    def _check_state(self, function: str, parameter: torch.Tensor, name: str, value: Any) -> None:
+        """Raise unless a value can be kept as a parameter's state."""
+        if name not in self.name_to_dtype_map:
+            known = ", ".join(map(repr, self.name_to_dtype_map))
+            message = f"FusedAdam.{function}: there is no state {name!r}; there are {known}"
+            raise StateError(message)
+        got = getattr(value, "dtype", type(value).__name__)
+        expected = torch.int16 if self._keeps_remainder(parameter, name) else torch.float32
+        if got is not expected:
+            message = (
+                f"FusedAdam.{function}: {name} must be {expected}, got {got}; store_param_remainders of the optimizer "
+                "and of the checkpoint must be the same"
+            )
+            raise StateDtypeError(message)
+        shape = _local(parameter).shape
+        if value.shape != shape:
+            message = (
+                f"FusedAdam.{function}: {name} of a parameter of shape {list(shape)} must have that shape, got "
+                f"{list(value.shape)}; a state of other ranks' shares must be gathered and shared out again"
+            )
+            raise StateError(message)
 
     # Checkpoints ---------------------------------------------------------------------------------
 
@@ -362,20 +406,57 @@ class FusedAdam(torch.optim.Optimizer):
 
         Raises
         ------
-        StateError
+        StateDtypeError
             If only one of the optimizer and the state keeps master weights as remainders.
+        StateError
+            If a moment or a master weight is missing, or has another shape.
+        ArgumentError
+            If the state has other groups of parameters. In all cases the optimizer keeps its own state.
         """
+        found = self._checked(state_dict)
         groups = deepcopy(state_dict["param_groups"])
         # torch would give the states the parameters' type.
         super().load_state_dict({"state": {}, "param_groups": groups})
         self.state.clear()
         self._scales.clear()
+        for parameter, values in found:
+            for name, value in values.items():
+                self.set_scaled_state(parameter, name, value)
+
+    def _checked(
+        self, state_dict: dict[str, Any]
+    ) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+        """Return the states of each parameter, in FP32 or as remainders, after a check of all."""
+        own, given = (
+            [len(group["params"]) for group in groups]
+            for groups in (self.param_groups, state_dict["param_groups"])
+        )
+        if own != given:
+            message = (
+                f"FusedAdam.load_state_dict: the optimizer has groups of {own} parameters, and the state of {given}; "
+                "make the optimizer with the groups of the saved one"
+            )
+            raise ArgumentError(message)
+        found = []
+        needed = (*_MOMENTS, _MASTER) if self.master_weights else _MOMENTS
         for number, parameter in self._by_number(state_dict).items():
+            values: dict[str, torch.Tensor] = {}
             for name, value in state_dict["state"].get(number, {}).items():
                 if value is not None:
                     local = _local(value)
-                    is_remainder = local.dtype is torch.int16
-                    self.set_scaled_state(parameter, name, local if is_remainder else local.float())
+                    is_number = isinstance(local, torch.Tensor) and local.dtype is not torch.int16
+                    values[name] = local.float() if is_number else local
+            missing = [name for name in needed if name not in values]
+            if values and missing:
+                message = (
+                    f"FusedAdam.load_state_dict: the state of parameter {number} lacks {', '.join(missing)}; "
+                    "master_weights of the optimizer and of the checkpoint must be the same"
+                )
+                raise StateError(message)
+            for name, value in values.items():
+                self._check_state("load_state_dict", parameter, name, value)
+            found.append((parameter, values))
+        return found
 
     # The step ------------------------------------------------------------------------------------
 

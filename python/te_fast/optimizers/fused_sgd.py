@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from te_fast.errors import ArgumentError, UnsupportedError
+from te_fast.optimizers.options import check_numbers
 from te_fast.optimizers.zeroing import forgets, warn_of_set_grad_none
 
 
@@ -82,6 +83,13 @@ class FusedSGD(torch.optim.SGD):
             name = "wd_after_momentum" if wd_after_momentum else "materialize_master_grads"
             message = f"FusedSGD: {name} is not supported; leave it at its default"
             raise UnsupportedError(message)
+        check_numbers("FusedSGD", lr=lr, momentum=momentum, weight_decay=weight_decay)
+        if nesterov and (momentum == 0.0 or dampening != 0.0):
+            message = (
+                f"FusedSGD: nesterov=True needs a momentum and no dampening, got momentum={momentum} and "
+                f"dampening={dampening}"
+            )
+            raise ArgumentError(message)
         warn_of_set_grad_none("FusedSGD", set_grad_none)
         self.set_grad_none = set_grad_none
         super().__init__(
@@ -93,6 +101,10 @@ class FusedSGD(torch.optim.SGD):
             nesterov=nesterov,
             fused=True,
         )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state of torch's optimizer, and the options that it does not know, for copies and pickles."""
+        return {**super().__getstate__(), "set_grad_none": self.set_grad_none}
 
     def _init_group(
         self,

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from te_fast.errors import ShapeError
+from te_fast.errors import ListsError
 
 Lists = Sequence[list[torch.Tensor]]
 
@@ -75,13 +75,13 @@ class MultiTensorApply:
 
         Raises
         ------
-        ShapeError
+        ListsError
             If the lists are not equally long.
         """
         lengths = [len(tensors) for tensors in tensor_lists]
         if len(set(lengths)) > 1:
             message = f"multi_tensor_applier: the lists must be equally long, got lengths {lengths}"
-            raise ShapeError(message)
+            raise ListsError(message)
         rows = [row for row in zip(*tensor_lists, strict=True) if row[0].numel() > 0]
         if not rows:
             return None
@@ -93,7 +93,11 @@ class MultiTensorApply:
 multi_tensor_applier = MultiTensorApply(2048 * 32)
 
 
-def _norms(tensors: list[torch.Tensor], per_tensor: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _norms(
+    tensors: list[torch.Tensor], per_tensor: bool, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if not tensors:
+        return torch.zeros(1, device=device), torch.empty(0, device=device)
     norms = torch.stack(list(torch._foreach_norm(tensors, 2, dtype=torch.float32)))
     total = torch.linalg.vector_norm(norms).reshape(1)
     return total, norms if per_tensor else norms.new_empty(0)
@@ -112,7 +116,7 @@ def multi_tensor_l2norm(
     chunk_size : int
         Not used: torch's functions choose their own chunks.
     noop_flag : torch.Tensor
-        Not used, as in Transformer Engine: values that are not finite show in the norm.
+        Only its device is used, if there is no tensor: values that are not finite show in the norm.
     tensor_lists : list of list of torch.Tensor
         One list.
     per_tensor_python : bool, optional
@@ -138,7 +142,7 @@ def multi_tensor_l2norm(
     >>> multi_tensor_l2norm(0, flag, [[torch.ones(9), torch.ones(16)]], per_tensor_python=True)
     (tensor([5.]), tensor([3., 4.]))
     """
-    return _norms(tensor_lists[0], bool(per_tensor_python))
+    return _norms(tensor_lists[0], bool(per_tensor_python), noop_flag.device)
 
 
 def multi_tensor_unscale_l2norm(
@@ -177,13 +181,15 @@ def multi_tensor_unscale_l2norm(
     >>> norm
     tensor([1.5000])
     """
-    total, norms = _norms(tensor_lists[0], bool(per_tensor_python))
+    total, norms = _norms(tensor_lists[0], bool(per_tensor_python), noop_flag.device)
     factor = inv_scale.float().reshape(()).abs()
     return total * factor, norms * factor
 
 
 def _note_infinite(noop_flag: torch.Tensor, tensors: list[torch.Tensor]) -> None:
     """Set the flag to 1 if an element is infinite or not a number."""
+    if not tensors:
+        return
     largest = torch.stack(list(torch._foreach_norm(tensors, torch.inf, dtype=torch.float32)))
     noop_flag.masked_fill_(~largest.isfinite().all(), 1)
 
@@ -212,7 +218,15 @@ def _copy_times(tensor_lists: Lists, scale: float | torch.Tensor) -> None:
 def _check_pair(name: str, tensor_lists: Lists) -> None:
     if len(tensor_lists) != 2:
         message = f"{name}: expected two lists, from and to, got {len(tensor_lists)}"
-        raise ShapeError(message)
+        raise ListsError(message)
+    shapes = [[tensor.shape for tensor in tensors] for tensors in tensor_lists]
+    if shapes[0] == shapes[1]:
+        return
+    sources, targets = ([list(shape) for shape in each] for each in shapes)
+    message = (
+        f"{name}: both lists must have tensors of the same shapes, got {sources} and {targets}"
+    )
+    raise ListsError(message)
 
 
 @torch.no_grad()
@@ -234,8 +248,8 @@ def multi_tensor_scale(
 
     Raises
     ------
-    ShapeError
-        If there are not two lists.
+    ListsError
+        If there are not two lists of tensors with the same shapes.
 
     See Also
     --------
@@ -252,7 +266,7 @@ def multi_tensor_scale(
     """
     _check_pair("multi_tensor_scale", tensor_lists)
     _note_infinite(noop_flag, tensor_lists[0])
-    if scale == 1.0:
+    if scale == 1.0 and tensor_lists[0]:
         torch._foreach_copy_(tensor_lists[1], tensor_lists[0])
     else:
         _copy_times(tensor_lists, float(scale))
@@ -275,8 +289,8 @@ def multi_tensor_scale_tensor(
 
     Raises
     ------
-    ShapeError
-        If there are not two lists.
+    ListsError
+        If there are not two lists of tensors with the same shapes.
 
     See Also
     --------
