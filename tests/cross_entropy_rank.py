@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from te_fast.errors import RanksError
 from te_fast.pytorch.cross_entropy import parallel_cross_entropy
 
 VOCABULARY = 24
@@ -57,6 +58,19 @@ def main(rank, ranks, folder):
         logits, target, grad = problem(case["dtype"], case["hidden"])
         shard = logits.chunk(ranks, dim=2)[rank]
         found.append(losses_of(shard, target, grad, case, dist.group.WORLD))
+    # A target that no rank has, and a group that this rank is not in.
+    logits, target, _ = problem(torch.float32, hidden=False)
+    target[2, 1], target[2, 2] = VOCABULARY, -1
+    shard = logits.chunk(ranks, dim=2)[rank]
+    losses = parallel_cross_entropy(shard, target, dist_process_group=dist.group.WORLD)
+    assert losses.isinf().nonzero().tolist() == [[2, 1], [2, 2]]
+    alone = [dist.new_group([each]) for each in range(ranks)]
+    try:
+        parallel_cross_entropy(shard, target, dist_process_group=alone[rank - 1])
+    except RanksError as error:
+        assert "this rank is not in dist_process_group" in str(error)  # noqa: PT017
+    else:
+        raise AssertionError
     torch.save(found, folder / f"{rank}.pt")
     dist.barrier()  # no rank closes connections that others read
     dist.destroy_process_group()

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import te_fast.pytorch as te
 from cross_entropy_rank import CASES, IGNORED, losses_of, problem
 from selection import quickly
-from te_fast.errors import DtypeError, ShapeError
+from te_fast.errors import ArgumentError, DtypeError, ShapeError
 from te_fast.pytorch.cross_entropy import parallel_cross_entropy
 
 TESTS = Path(__file__).parents[1]
@@ -90,6 +90,10 @@ def test_what_does_not_fit_is_refused():
         parallel_cross_entropy(torch.ones(2, 4), torch.ones(2))
     with pytest.raises(DtypeError, match="int64"):
         parallel_cross_entropy(torch.ones(2, 4, dtype=torch.long), torch.zeros(2, dtype=torch.long))
+    with pytest.raises(DtypeError, match="got list and Tensor"):
+        parallel_cross_entropy([1.0], torch.zeros(1, dtype=torch.long))
+    with pytest.raises(ArgumentError, match="label_smoothing must be from 0 to 1, got 2"):
+        parallel_cross_entropy(torch.ones(2, 4), torch.zeros(2, dtype=torch.long), 2.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -10,7 +10,7 @@ from torch import distributed
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from te_fast.errors import DtypeError, ShapeError, StateError
+from te_fast.errors import ArgumentError, DtypeError, RanksError, ShapeError, StateError
 
 
 class _RowLosses(torch.autograd.Function):
@@ -32,16 +32,18 @@ class _RowLosses(torch.autograd.Function):
         values = logits.float()
         largest = values.amax(1)
         if ranks > 1:
-            distributed.all_reduce(largest, distributed.ReduceOp.MAX, group)
+            _reduce(largest, distributed.ReduceOp.MAX, group)
         values = values - largest[:, None]
         zero = values.new_zeros(())
         predicted = torch.where(is_here, values.gather(1, column[:, None])[:, 0], zero)
         # Only with smoothing: logits of minus infinity have no mean.
         total = values.sum(1) if smoothing else torch.zeros_like(predicted)
-        sums = torch.stack([values.exp_().sum(1), predicted, total])
+        sums = torch.stack([values.exp_().sum(1), predicted, total, is_here.float()])
         if ranks > 1:
-            distributed.all_reduce(sums, distributed.ReduceOp.SUM, group)
+            _reduce(sums, distributed.ReduceOp.SUM, group)
         log_sum, predicted, total = sums[0].log(), sums[1], sums[2]
+        # As in Transformer Engine: no rank has the target.
+        predicted = predicted.masked_fill(sums[3] == 0, -torch.inf)
         uniform = smoothing / (columns * ranks)
         # Summing first would round away the differences of large logits.
         ctx.save_for_backward(logits, largest, log_sum, column, is_here)
@@ -73,7 +75,25 @@ def _place(group: Any) -> tuple[int, int]:
     """Return this rank's number and the number of ranks."""
     if group is None:
         return 0, 1
-    return distributed.get_rank(group), distributed.get_world_size(group)
+    rank, ranks = distributed.get_rank(group), distributed.get_world_size(group)
+    if rank < 0:
+        message = "parallel_cross_entropy: this rank is not in dist_process_group; give the group that has it"
+        raise RanksError(message)
+    return rank, ranks
+
+
+def _reduce(values: torch.Tensor, op: Any, group: Any) -> None:
+    if torch.compiler.is_compiling():
+        distributed.all_reduce(values, op, group)
+        return
+    try:
+        distributed.all_reduce(values, op, group)
+    except RuntimeError as error:
+        message = (
+            "parallel_cross_entropy: a reduction over dist_process_group failed; another rank has stopped, is late, or "
+            f"does something else: {error}"
+        )
+        raise RanksError(message) from error
 
 
 def parallel_cross_entropy(
@@ -98,7 +118,7 @@ def parallel_cross_entropy(
     inp : torch.Tensor
         Logits ``(..., vocabulary)``; with several ranks, each has an equal share of the columns, in the order of ranks.
     target : torch.Tensor
-        Integers ``(...)``, numbers in the whole vocabulary.
+        Integers ``(...)``, numbers in the whole vocabulary. With several ranks the loss of another number is infinite.
     label_smoothing : float, default = 0.0
         Probability that is spread over the whole vocabulary.
     reduce_loss : bool, default = False
@@ -126,6 +146,11 @@ def parallel_cross_entropy(
         If the target's shape is not that of the rows, or logits to be overwritten are not contiguous.
     DtypeError
         If logits are not floating-point numbers, or targets are not integers.
+    ArgumentError
+        If `label_smoothing` is not from 0 to 1.
+    RanksError
+        If this rank is not in the group, or another rank is gone. Ranks do not compare their shapes, since the function
+        would have to wait for the GPU.
 
     See Also
     --------
@@ -143,7 +168,7 @@ def parallel_cross_entropy(
         message = "parallel_cross_entropy: _input is deprecated; give inp"
         warnings.warn(message, FutureWarning, stacklevel=2)
         inp = _input
-    _check(inp, target)
+    _check(inp, target, label_smoothing)
     rows, columns = inp.reshape(-1, inp.shape[-1]), target.reshape(-1).long()
     overwrites = overwrite_input and not torch.compiler.is_compiling()
     if overwrite_input and not inp.is_contiguous():
@@ -170,7 +195,16 @@ def parallel_cross_entropy(
     return losses.reshape(target.shape)
 
 
-def _check(inp: torch.Tensor, target: torch.Tensor) -> None:
+def _check(inp: Any, target: Any, smoothing: float) -> None:
+    if not (isinstance(inp, torch.Tensor) and isinstance(target, torch.Tensor)):
+        message = (
+            "parallel_cross_entropy: expected tensors of logits and of integers, got "
+            f"{type(inp).__name__} and {type(target).__name__}"
+        )
+        raise DtypeError(message)
+    if not 0.0 <= smoothing <= 1.0:
+        message = f"parallel_cross_entropy: label_smoothing must be from 0 to 1, got {smoothing}"
+        raise ArgumentError(message)
     if not inp.is_floating_point() or target.is_floating_point() or target.dtype is torch.bool:
         message = f"parallel_cross_entropy: expected logits and integers, got {inp.dtype} and {target.dtype}"
         raise DtypeError(message)
