@@ -60,7 +60,11 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Remove the alias: imports of ``transformer_engine`` fail as before. Imported modules stay usable."""
+    """Remove the alias: imports of ``transformer_engine`` fail as before.
+
+    Imported modules still compute. If ``transformer_engine`` was imported, classes keep its name in this process, so
+    that recipes and modules cannot be pickled until :func:`install` and another import of it.
+    """
     if not is_installed():
         return
     sys.meta_path.remove(_finder)
