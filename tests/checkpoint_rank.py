@@ -21,6 +21,7 @@ import te_fast
 import te_fast.pytorch as te
 from ranks import Scenes
 from recipes import RECIPES
+from te_fast.errors import DtypeError, StateError
 
 HIDDEN, FFN, HEADS = 128, 256, 4
 scenes = Scenes()
@@ -146,6 +147,15 @@ def a_share_is_not_the_whole():
     )  # fmt: skip
     with pytest.raises(NotImplementedError, match="qkv.weight has this rank's queries"):
         te_fast.sharded_state_dict(joined)
+    other = te.Linear(
+        HIDDEN, HIDDEN, parallel_mode="column", tp_group=dist.group.WORLD, device="cpu"
+    )
+    with pytest.raises(StateError, match="this rank's share of weight must have the shape"):
+        te_fast.load_sharded_state_dict(other, te_fast.sharded_state_dict(layer))
+    with pytest.raises(DtypeError, match="state must be a mapping"):
+        te_fast.load_sharded_state_dict(layer, 5)
+    with pytest.raises(DtypeError, match="model must be a torch.nn.Module, got int"):
+        te_fast.sharded_state_dict(5)
     # Nothing is split: the same on all ranks.
     plain = te.Linear(HIDDEN, FFN, device="cpu")
     assert type(te_fast.sharded_state_dict(plain)["weight"]) is torch.Tensor

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from te_fast.errors import UnsupportedError
+from te_fast.errors import DtypeError, StateError, UnsupportedError
 from te_fast.runtime.collectives import get_distributed_world_size
 from te_fast.tensor.tensor import Float8TensorBase
 
@@ -47,6 +47,12 @@ def shares_by_marks(module: torch.nn.Module, group: Any) -> dict[str, Share]:
         for name, parameter in module.named_parameters(recurse=False)
         if getattr(parameter, "tensor_model_parallel", False)
     }
+
+
+def _check_model(function: str, model: Any) -> None:
+    if not isinstance(model, torch.nn.Module):
+        message = f"{function}: model must be a torch.nn.Module, got {type(model).__name__}"
+        raise DtypeError(message)
 
 
 def _each(model: torch.nn.Module) -> Iterator[tuple[str, str, Share | None, Any]]:
@@ -111,6 +117,8 @@ def sharded_state_dict(model: torch.nn.Module, *, scaling_states: bool = True) -
     ------
     UnsupportedError
         If a parameter is also sharded in another way.
+    DtypeError
+        If the model is no module.
 
     See Also
     --------
@@ -124,6 +132,7 @@ def sharded_state_dict(model: torch.nn.Module, *, scaling_states: bool = True) -
     >>> tuple(te_fast.sharded_state_dict(layer)["fc1_weight"].shape)
     (2, 64, 32)
     """
+    _check_model("sharded_state_dict", model)
     state: dict[str, Any] = {}
     for name, key, share, value in _each(model):
         if not scaling_states and key.endswith(_EXTRA_STATE):
@@ -153,6 +162,13 @@ def load_sharded_state_dict(
     NamedTuple
         As of ``load_state_dict``.
 
+    Raises
+    ------
+    StateError
+        If a share has another number of elements than the model's.
+    DtypeError
+        If the model is no module, or the state no mapping.
+
     See Also
     --------
     sharded_state_dict : What is loaded.
@@ -167,6 +183,10 @@ def load_sharded_state_dict(
     """
     from torch.distributed.tensor import DTensor
 
+    _check_model("load_sharded_state_dict", model)
+    if not isinstance(state, Mapping):
+        message = f"load_sharded_state_dict: state must be a mapping of names to tensors, got {type(state).__name__}"
+        raise DtypeError(message)
     found = dict(state)
     own: dict[str, Any] = {}
     for name, key, share, value in _each(model):
@@ -176,5 +196,11 @@ def load_sharded_state_dict(
             continue
         given = found.pop(key)
         given = given.to_local() if isinstance(given, DTensor) and share is not None else given
+        if share is not None and given.numel() != value.numel():
+            message = (
+                f"load_sharded_state_dict: this rank's share of {key} must have the shape {list(value.shape)}, got "
+                f"{list(given.shape)}; fill a state of sharded_state_dict of this very model by dcp.load"
+            )
+            raise StateError(message)
         own[name] = given if share is None else given.reshape(value.shape)
     return model.load_state_dict(own | found, strict=strict)
