@@ -33,10 +33,10 @@ from te_fast.convert.forwards import (
     SequentialForward,
     norm_and_linear,
     norm_and_mlp,
-    pack,
 )
 from te_fast.convert.known import Left, leave
 from te_fast.convert.masks import CausalForward, makes_masks
+from te_fast.convert.packing import pack
 from te_fast.convert.scales import converted as converted_modules
 from te_fast.convert.scales import load_scaling_state, scaling_state
 from te_fast.errors import ArgumentError, DtypeError, StateError, TeFastError

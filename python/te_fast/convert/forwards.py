@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from te_fast.attention.simple import SimpleCall, attend_product, simple_scores
 from te_fast.attention.tail import Tail
 from te_fast.convert.gated import GatedMLP
 from te_fast.convert.known import Attention, Decoder, Norm
+from te_fast.convert.packing import Place
 from te_fast.layers.layernorm_linear import LayerNormLinear
 from te_fast.layers.layernorm_mlp import LayerNormMLP
 from te_fast.layers.linear import Linear
@@ -96,7 +97,7 @@ class Forward:
     #: The forward's name in reports.
     what = ""
 
-    def packed(self) -> list[list[torch.nn.Parameter]]:
+    def packed(self) -> list[list[Place]]:
         """Return groups of parameters that are read as one tensor if they are adjacent in memory."""
         return []
 
@@ -318,16 +319,16 @@ class DecoderForward(OwnedForward):
         super().__setstate__(state)
         self._find_tail()
 
-    def packed(self) -> list[list[torch.nn.Parameter]]:
+    def packed(self) -> list[list[Place]]:
         """Return weights and biases of queries, keys and values, and of both halves of the feed-forward block."""
         groups = []
         named: list[tuple[Tied, tuple[str, ...]]] = [(self.qkv, ("query_", "key_", "value_"))]
         if self.mlp is not None:
             named.append((self.mlp, ("gate_", "up_")))
         for tied, parts in named:
+            places = {own: (module, theirs) for own, module, theirs in tied.ties}
             for kind in ("weight", "bias"):
-                own = tied.layer._parameters
-                found = [own[f"{part}{kind}"] for part in parts if f"{part}{kind}" in own]
+                found = [places[f"{part}{kind}"] for part in parts if f"{part}{kind}" in places]
                 groups += [found] if len(found) == len(parts) else []
         return groups
 
@@ -522,23 +523,3 @@ def _gated_mlp(mlp: Any, norm: torch.nn.Module, found: Decoder, name: str) -> Ti
     for own, part in (("gate_", "gate_proj"), ("up_", "up_proj"), ("fc2_", "down_proj")):
         ties += _tied(own, getattr(mlp, part))
     return Tied(layer, ties)
-
-
-@torch.no_grad()
-def pack(parameters: Sequence[torch.nn.Parameter]) -> Callable[[], None] | None:
-    """Return a function that moves parameters to adjacent memory; None if they lie in another library's buffer."""
-    if any(parameter.is_meta for parameter in parameters):
-        return None
-    for parameter in parameters:
-        if parameter.untyped_storage().nbytes() != parameter.numel() * parameter.element_size():
-            return None
-        if not parameter.is_contiguous():
-            return None
-    whole = torch.cat([parameter.detach() for parameter in parameters])
-
-    def lay() -> None:
-        parts = whole.split([parameter.shape[0] for parameter in parameters])
-        for parameter, part in zip(parameters, parts, strict=True):
-            parameter.data = part
-
-    return lay
