@@ -12,7 +12,7 @@ import torch
 from te_fast import doctor
 from te_fast.doctor.swap import Sketch, measure
 from te_fast.doctor.trace import GRADIENTS, MARK, OUTSIDE, Owner, read_events
-from te_fast.doctor.watch import Shape
+from te_fast.doctor.watch import Shape, Watch
 
 TRAIN = """
 import hashlib, random, sys
@@ -216,3 +216,19 @@ def test_a_model_that_cannot_be_copied_is_said_to_be_so():
     sketch = Sketch(Held(16, 16))
     assert sketch.why == "the model cannot be copied: RuntimeError: mine"
     assert not sketch.kinds
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.*:FutureWarning")
+def test_traces_are_those_of_the_model_alone():
+    """torch.jit.trace runs a module twice and compares the graphs; the profiler's marks would be in them."""
+    model, x = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()), torch.ones(2, 4)
+    alone = str(torch.jit.trace(model, x).inlined_graph)
+    watch = Watch(skip=0, steps=5, on_end=lambda _: None)
+    with watch.installed():
+        for _ in range(6):
+            model(x)
+        assert watch._profiler is not None
+        watched = torch.jit.trace(model, x)
+    assert "profiler::" not in str(watched.inlined_graph)
+    assert str(watched.inlined_graph).count("::") == alone.count("::")

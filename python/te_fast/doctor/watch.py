@@ -252,7 +252,8 @@ def _watched(watch: Watch, original: Any) -> Callable[..., Any]:
     function = getattr(original, "__func__", original)
 
     def call(self: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        if is_compiling() or watch.is_over:
+        # torch.jit.trace would keep the marks of the profiler, and compares two traces of a module.
+        if watch.is_over or is_compiling() or torch._C._is_tracing():
             return function(self, *args, **kwargs)
         return watch.call(function, self, args, kwargs)
 
