@@ -550,8 +550,10 @@ def test_wrappers():
 
 
 def test_bad_models(tmp_path):
-    with pytest.raises(DtypeError, match="expected a torch.nn.Module, got dict"):
+    with pytest.raises(DtypeError, match="convert: expected a torch.nn.Module, got dict"):
         te_fast.convert({})
+    with pytest.raises(DtypeError, match="undo: expected a torch.nn.Module, got NoneType"):
+        te_fast.convert.undo(None)
     model = nn.Linear(16, 16)
     model.compile(backend="eager")
     with pytest.raises(StateError, match="is compiled"):
@@ -586,15 +588,134 @@ def test_excluded(exclude):
         assert report.left["layers.0.mlp.up_proj"].endswith("is excluded")
 
 
+@pytest.mark.parametrize(
+    ("exclude", "why"),
+    [(None, "pass \\(\\) to exclude no module"), (3, "got int"), ([3], "contain names, got int")],
+)
+def test_names_to_exclude_that_are_none(exclude, why):
+    with pytest.raises(DtypeError, match=why):
+        te_fast.convert(Model(1), exclude=exclude)
+
+
+def test_names_to_exclude_that_no_module_has():
+    report = te_fast.convert(Model(1), exclude=("lm_head", "q_porj", "layers.9", "classifier"))
+    assert report.unmatched == ("q_porj", "layers.9")
+    assert "exclude names no module: q_porj, layers.9" in str(report)
+    assert "exclude names" not in str(te_fast.convert(Model(1)))
+
+
+def test_the_model_itself_has_a_name_in_the_report():
+    report = te_fast.convert(nn.Linear(16, 5))
+    assert report.left == {"": "the model has 5 channels, which is no multiple of 16"}
+    assert "left the model: it has 5 channels" in str(report)
+
+
+FP64 = {
+    "norm and block": sequential,
+    "decoder": lambda: Model(1),
+    "mixture": lambda: mixtral().layers[0].mlp,
+}
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("kind", FP64)
+def test_fp64(kind, before):
+    torch.manual_seed(11)
+    model = FP64[kind]()
+    other = copy.deepcopy(model).double()
+    if before:
+        te_fast.convert(model.double())
+    else:
+        te_fast.convert(model)
+        model.double()
+    size = 32 if kind == "norm and block" else 64
+    x = TOKENS if kind == "decoder" else torch.randn(16, size, dtype=torch.float64)
+    y, wanted = model(x), other(x)
+    assert y.dtype == torch.float64
+    torch.testing.assert_close(y, wanted, rtol=1e-12, atol=1e-12)
+
+
+CONSTANTS = {
+    "eps": lambda model: setattr(model.layers[0].input_layernorm, "variance_epsilon", 1.0),
+    "second eps": lambda model: setattr(
+        model.layers[0].post_attention_layernorm, "variance_epsilon", 1.0
+    ),
+    "scaling": lambda model: setattr(model.layers[0].self_attn, "scaling", 0.9),
+}
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_constants_that_change_are_seen(name):
+    model, other = Model(1), Model(1)
+    te_fast.convert(model)
+    model = copy.deepcopy(model)
+    for each in (model, other):
+        CONSTANTS[name](each)
+    compare(model, other)
+
+
+def test_eps_of_a_norm_in_a_sequence_that_changes_is_seen():
+    model, other = sequential(), sequential()
+    te_fast.convert(model)
+    x = torch.randn(16, 32)
+    for each in (model, other):
+        each[0].eps = 1.0
+    assert torch.allclose(model(x), other(x), atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [lambda: Model(1, bias=True), sequential])
+def test_functional_call(kind):
+    """Parameters of a functional call are tensors, and those of the next call are the model's own again."""
+    model, other = kind(), kind()
+    te_fast.convert(model)
+    x = TOKENS if isinstance(model, Model) else torch.randn(16, 32)
+    before = model(x)
+    results = []
+    for each in (model, other):
+        given = {n: (p.detach() * 1.1).requires_grad_() for n, p in each.named_parameters()}
+        y = torch.func.functional_call(each, given, (x,))
+        results.append([y.detach(), *torch.autograd.grad(y.square().sum(), list(given.values()))])
+    assert all(relative(*pair) < 1e-4 for pair in zip(*results, strict=True))
+    assert torch.equal(model(x), before)
+    assert relative(results[0][0], before) > 1e-2
+
+
+@pytest.mark.parametrize("size", [(32,), (16, 32)])
+@pytest.mark.skipif(not CAN_COMPILE, reason="torch 2.8 or later")
+def test_a_converted_module_is_exported_by_itself(size):
+    model, x = nn.Linear(32, 32), torch.randn(*size)
+    te_fast.convert(model)
+    program = torch.export.export(model, (x,), strict=False)
+    torch.testing.assert_close(program.module()(x), nn.functional.linear(x, *model.parameters()))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.*:FutureWarning")
+def test_scripted_modules_stay():
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(32, 32)))
+    model = nn.Sequential(scripted, nn.Linear(32, 32))
+    x = torch.randn(16, 32)
+    wanted = model(x)
+    assert te_fast.convert(model).converted == {"1": "linear layer"}
+    torch.testing.assert_close(model(x), wanted)
+
+
 def test_command_line(capsys):
     assert te_fast.convert.main(["--dry-run", "llama_like:make"]) == 0
     shown = capsys.readouterr().out
-    assert "would convert: 2 x decoder layer, 14 x linear layer" in shown
+    assert "would convert: 2 x decoder layer (not tried), 14 x linear layer" in shown
     assert "layers.1.self_attn.o_proj: linear layer" in shown
-    for bad in ("nothing", "llama_like:none", "no_such_module:make"):
+    for bad, why in (
+        ("nothing", "expected package.module:function"),
+        (":make", "expected package.module:function"),
+        ("llama_like:none", "has no 'none'"),
+        ("no_such_module:make", "No module named"),
+        ("llama_like:loss_of", "missing 2 required positional arguments"),
+        ("llama_like:StaticCache", "got StaticCache"),
+    ):
         with pytest.raises(SystemExit):
             te_fast.convert.main([bad])
-        assert capsys.readouterr().err
+        assert why in capsys.readouterr().err
 
 
 def test_errors_are_te_fasts():

@@ -12,6 +12,7 @@ import torch
 import te_fast
 import te_fast.pytorch as te
 from te_fast.common.recipe import Float8CurrentScaling
+from te_fast.convert.forwards import DecoderForward
 from te_fast.runtime.compiling import CAN_COMPILE
 
 transformers = pytest.importorskip("transformers")
@@ -238,3 +239,73 @@ def test_a_layer_that_changes_later_gets_its_mask(seen):
     seen.clear()
     compare(step(model, torch.compile(model, backend="aot_eager")), wanted)
     assert set(seen) == {True}
+
+
+def by_windows_and_packed_sequences(
+    module, q, k, v, mask, scaling, sliding_window=None, position_ids=None, **_
+):
+    """Attend as flash_attn does, which takes windows and packed sequences from arguments, not from masks."""
+    places = torch.arange(q.shape[2])
+    distance = places[:, None] - places
+    seen = (distance >= 0)[None]
+    if sliding_window is not None:
+        seen = seen & (distance < sliding_window)
+    if len(q) == 1 and position_ids is not None:
+        sequence = (position_ids == 0).cumsum(-1)
+        seen = seen & (sequence[:, :, None] == sequence[:, None, :])
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    y = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=seen[:, None], scale=scaling
+    )
+    return y.transpose(1, 2), None
+
+
+PACKED = torch.cat([torch.arange(6), torch.arange(10)])[None]
+
+
+@pytest.mark.parametrize("how", ["flash_attention_2", "of_its_own"])
+@pytest.mark.parametrize("kind", ["llama", "sliding window"])
+def test_attention_that_takes_windows_and_lengths_from_arguments(kind, how, monkeypatch):
+    """The implementation that counts is that of the call."""
+    attention = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
+    masks = transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
+    monkeypatch.setitem(attention._global_mapping, how, by_windows_and_packed_sequences)
+    monkeypatch.setitem(masks._global_mapping, how, lambda *_, **__: None)
+    model, other = made(kind), made(kind)
+    report = te_fast.convert(model)
+    assert list(report.converted.values()).count("decoder layer") == 2
+    for each in (model, other):
+        each.config._attn_implementation = how
+    runs = []
+    monkeypatch.setattr(
+        DecoderForward,
+        "run",
+        lambda *a, _run=DecoderForward.run, **k: runs.append(1) or _run(*a, **k),
+    )
+    compare(step(model), step(other))
+    assert bool(runs) == (kind == "llama" and how == "flash_attention_2")
+    packed = {"input_ids": TOKENS[:1], "position_ids": PACKED}
+    torch.testing.assert_close(model(**packed).logits, other(**packed).logits, rtol=1e-4, atol=1e-5)
+    if how == "of_its_own":
+        te_fast.convert.undo(model)
+        report = te_fast.convert(model)
+        assert "computes attention by of_its_own" in report.left["model.layers.0"]
+
+
+def test_attention_that_is_not_causal():
+    model, other = made(), made()
+    te_fast.convert(model)
+    for each in (model, other):
+        for layer in each.model.layers:
+            layer.self_attn.is_causal = False
+    compare(step(model), step(other))
+
+
+def test_the_command_line_says_what_it_has_not_tried(tmp_path, capsys):
+    KINDS["llama"]().save_pretrained(tmp_path)
+    assert te_fast.convert.main([f"hf:{tmp_path}"]) == 0
+    assert "2 x decoder layer (not tried), " in capsys.readouterr().out
+    transformers.T5Config(d_model=64, num_layers=1).save_pretrained(tmp_path)
+    with pytest.raises(SystemExit):
+        te_fast.convert.main([f"hf:{tmp_path}"])
+    assert "ValueError: Unrecognized configuration class" in capsys.readouterr().err

@@ -19,7 +19,9 @@ import importlib
 import sys
 import types
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,12 +44,14 @@ from te_fast.convert.scales import load_scaling_state, scaling_state
 from te_fast.errors import ArgumentError, DtypeError, StateError, TeFastError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
 __all__ = ["Report", "convert", "load_scaling_state", "main", "scaling_state", "undo"]
 
 #: Names of layers that compute logits: their rounding errors go straight into the loss.
 HEADS = ("lm_head", "embed_out", "output", "score", "classifier", "logits", "head")
+#: The name of the model itself in messages.
+ROOT = "the model"
 _KEY = "forward"
 _UNGATED = {torch.nn.ReLU: "relu", torch.nn.SiLU: "silu"}
 
@@ -64,6 +68,8 @@ class Report:
         Why modules were left as they are, by name.
     dry_run : bool
         Nothing was changed.
+    unmatched : tuple of str
+        Names in `exclude` that no module has, except the default ones.
 
     See Also
     --------
@@ -81,6 +87,7 @@ class Report:
     converted: dict[str, str] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
     dry_run: bool = False
+    unmatched: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """Return the number of modules of each kind, and every reason with its first module."""
@@ -91,10 +98,13 @@ class Report:
         ]
         grouped: dict[str, list[str]] = {}
         for name, why in self.left.items():
-            grouped.setdefault(why.replace(name, "it"), []).append(name)
+            shown = name or ROOT
+            grouped.setdefault(why.replace(shown, "it"), []).append(shown)
         for why, names in grouped.items():
             others = f" and {len(names) - 1} more" if len(names) > 1 else ""
             lines.append(f"  left {names[0]}{others}: {why}")
+        if self.unmatched:
+            lines.append(f"  exclude names no module: {', '.join(self.unmatched)}")
         return "\n".join(lines)
 
 
@@ -105,10 +115,14 @@ class _Plan:
         self.exclude = tuple(exclude)
         self.forwards: list[tuple[str, torch.nn.Module, Forward]] = []
         self.left: dict[str, str] = {}
-        self._tried: set[Any] = set()
         # A module that runs several times, or has several names, shares its parameters with no other module.
         self._uses = Counter(id(p) for m in model.modules() for p in m._parameters.values())
-        modules = list(model.named_modules())
+        # Scripted modules have their own forwards, which convert cannot replace.
+        modules = [
+            (name, module)
+            for name, module in model.named_modules()
+            if not isinstance(module, torch.jit.ScriptModule)
+        ]
         for name, module in modules:
             if known.is_decoder(module):
                 self._take(name, module, self._decoder)
@@ -132,7 +146,7 @@ class _Plan:
 
     def _take(self, name: str, module: torch.nn.Module, make: Any) -> None:
         try:
-            self.forwards.append((name, module, make(name, module)))
+            self.forwards.append((name, module, make(name or ROOT, module)))
         except Left as left:
             self.left[name] = str(left)
 
@@ -175,7 +189,9 @@ class _Plan:
         while place < len(items):
             count = 1
             try:
-                made, count, what = self._norm_and(name, [child for _, child in items[place:]])
+                made, count, what = self._norm_and(
+                    name or ROOT, [child for _, child in items[place:]]
+                )
                 fused[place] = (made, count)
                 whats.append(what)
             except Left:
@@ -195,6 +211,7 @@ class _Plan:
         if (
             modules[0].weight.shape != (first.in_features,)
             or modules[0].weight.dtype != first.weight.dtype
+            or first.weight.dtype is torch.float64  # as linear layers alone, not with norms
         ):
             leave(f"{name}[0] is of another size or type")
         activation = _UNGATED.get(type(modules[2])) if len(modules) > 3 else None
@@ -228,20 +245,51 @@ class _Plan:
             module.__dict__[_KEY] = forward
 
 
-def _refuse(model: Any) -> None:
+def _expect_module(model: Any, function: str) -> None:
     if not isinstance(model, torch.nn.Module):
-        message = f"convert: expected a torch.nn.Module, got {type(model).__name__}"
+        message = f"{function}: expected a torch.nn.Module, got {type(model).__name__}"
         raise DtypeError(message)
+
+
+def _names(exclude: Any) -> tuple[str, ...]:
+    """Return the names to exclude.
+
+    Raises
+    ------
+    DtypeError
+        If they are no strings.
+    """
+    names = (exclude,) if isinstance(exclude, str) else exclude
+    if not isinstance(names, Iterable):
+        message = (
+            f"convert: exclude must be an iterable of names, got {type(exclude).__name__}; "
+            "pass () to exclude no module"
+        )
+        raise DtypeError(message)
+    names = tuple(names)
+    for name in names:
+        if not isinstance(name, str):
+            message = f"convert: exclude must contain names, got {type(name).__name__}"
+            raise DtypeError(message)
+    return names
+
+
+def _unmatched(model: torch.nn.Module, exclude: tuple[str, ...]) -> tuple[str, ...]:
+    """Return names that no module has; models have some of the default ones."""
+    found = {part for name, _ in model.named_modules() for part in (name, *name.split("."))}
+    return tuple(name for name in exclude if name not in found and name not in HEADS)
+
+
+def _refuse(model: Any) -> None:
+    _expect_module(model, "convert")
     for name, module in model.named_modules():
         if isinstance(module.__dict__.get(_KEY), Forward):
-            shown = name or "the model"
+            shown = name or ROOT
             message = f"convert: {shown} has been converted already; te_fast.convert.undo(model) restores it"
             raise StateError(message)
         is_compiled = module.__dict__.get("_compiled_call_impl") is not None
         if is_compiled or type(module).__name__ == "OptimizedModule":
-            message = (
-                f"convert: {name or 'the model'} is compiled; convert first, and compile the result"
-            )
+            message = f"convert: {name or ROOT} is compiled; convert first, and compile the result"
             raise StateError(message)
 
 
@@ -275,7 +323,7 @@ def convert(
     StateError
         If the model has been converted, or is compiled. Nothing has changed then.
     DtypeError
-        If it is no module.
+        If it is no module, or `exclude` does not consist of names.
 
     See Also
     --------
@@ -302,13 +350,20 @@ def convert(
     torch.Size([16, 64])
     """
     _refuse(model)
-    if isinstance(exclude, str):
-        exclude = (exclude,)
-    plan = _Plan(model, tuple(exclude))
-    converted = {name: forward.what for name, _, forward in plan.forwards}
+    names = _names(exclude)
+    plan = _Plan(model, names)
+    converted = {name: _shown(module, forward) for name, module, forward in plan.forwards}
     if not dry_run:
         plan.apply()
-    return Report(converted, plan.left, dry_run)
+    return Report(converted, plan.left, dry_run, _unmatched(model, names))
+
+
+def _shown(module: torch.nn.Module, forward: Forward) -> str:
+    """Return a forward's name; a block on the meta device is known by its parts alone."""
+    is_untried = isinstance(forward, DecoderForward | ExpertsForward | SequentialForward)
+    if is_untried and any(parameter.is_meta for parameter in module.parameters()):
+        return f"{forward.what} (not tried)"
+    return forward.what
 
 
 def undo(model: torch.nn.Module) -> int:
@@ -329,6 +384,8 @@ def undo(model: torch.nn.Module) -> int:
     StateError
         If no module of the model has been converted, or a wrapper has replaced a converted forward since. Remove such a
         wrapper first.
+    DtypeError
+        If it is no module.
 
     See Also
     --------
@@ -343,6 +400,7 @@ def undo(model: torch.nn.Module) -> int:
     >>> te_fast.convert.undo(model)
     2
     """
+    _expect_module(model, "undo")
     found = [module for _, module, _ in converted_modules(model)]
     for name, module in model.named_modules():
         if isinstance(module.__dict__.get("_old_forward"), Forward):
@@ -361,19 +419,27 @@ def undo(model: torch.nn.Module) -> int:
 def _load(target: str) -> torch.nn.Module:
     """Return a model on the meta device, made by a function or from a configuration."""
     kind, _, rest = target.partition(":")
-    if not rest:
+    if not kind or not rest:
         message = f"expected package.module:function or hf:path, got {target!r}"
         raise ArgumentError(message)
     with torch.device("meta"):
         if kind == "hf":
             transformers: Any = importlib.import_module("transformers")
             config = transformers.AutoConfig.from_pretrained(rest, local_files_only=True)
-            return transformers.AutoModelForCausalLM.from_config(config)
+            return _made(target, partial(transformers.AutoModelForCausalLM.from_config, config))
         function = getattr(importlib.import_module(kind), rest, None)
         if function is None:
             message = f"module {kind!r} has no {rest!r}"
             raise ArgumentError(message)
-        return function()
+        return _made(target, function)
+
+
+def _made(target: str, make: Callable[[], torch.nn.Module]) -> torch.nn.Module:
+    try:
+        return make()
+    except Exception as error:
+        message = f"{target} makes no model when it is called without arguments: {type(error).__name__}: {error}"
+        raise ArgumentError(message) from error
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

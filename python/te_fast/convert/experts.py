@@ -58,6 +58,8 @@ def experts(module: Any, name: str) -> Experts:
         leave(f"{name} has {', '.join(sorted(others))}, too")
     first, last = (module._parameters[stack] for stack in _STACKS)
     count, rows, hidden = first.shape
+    if first.dtype is torch.float64:
+        leave(f"{name} has weights of torch.float64, in which te_fast has no experts")
     ffn = rows // 2
     if rows % 2 or last.shape != (count, hidden, ffn) or first.dtype != last.dtype:
         shapes = f"{list(first.shape)} and {list(last.shape)}"
@@ -138,7 +140,13 @@ class ExpertsForward(OwnedForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run te_fast's program, or the module's own forward if the call is not like Mixtral's."""
         owner: Any = self._owner()
-        if len(args) != 3 or kwargs or args[0].dim() != 2 or args[1].shape != args[2].shape:
+        if (
+            len(args) != 3
+            or kwargs
+            or args[0].dim() != 2
+            or args[0].dtype is torch.float64
+            or args[1].shape != args[2].shape
+        ):
             return type(owner).forward(owner, *args, **kwargs)
         return self.run(*args)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 import weakref
 from collections.abc import Sequence
 from functools import partial
@@ -23,7 +24,7 @@ from te_fast.attention.rope import (
 from te_fast.attention.simple import SimpleCall, attend_product, simple_scores
 from te_fast.attention.tail import Tail
 from te_fast.convert.gated import GatedMLP
-from te_fast.convert.known import Attention, Decoder, Norm
+from te_fast.convert.known import EPSILONS, FLASH, Attention, Decoder, Norm, implementation_of
 from te_fast.convert.packing import Place
 from te_fast.layers.layernorm_linear import LayerNormLinear
 from te_fast.layers.layernorm_mlp import LayerNormMLP
@@ -34,6 +35,8 @@ from te_fast.runtime.compiling import is_exporting
 from te_fast.runtime.module_hooks import has_hooks
 
 Tie = tuple[str, torch.nn.Module, str]
+#: Attributes of norms and attention whose values te_fast's layers take at the conversion.
+CONSTANTS = (*EPSILONS, "head_dim", "scaling", "attention_dropout")
 #: A module, and its children that a conversion depends on.
 Watched = tuple[torch.nn.Module, Sequence[tuple[str, torch.nn.Module]]]
 
@@ -64,7 +67,10 @@ class Tied:
         for name, module, theirs in self.ties:
             parameter = module._parameters[theirs]
             if own[name] is not parameter:
-                setattr(self.layer, name, parameter)
+                if parameter is None or isinstance(parameter, torch.nn.Parameter):
+                    setattr(self.layer, name, parameter)
+                else:  # torch.func.functional_call puts tensors in the parameters' places
+                    own[name] = parameter
 
     def __call__(self, x: torch.Tensor) -> Any:
         """Call the layer."""
@@ -105,18 +111,37 @@ class Forward:
         """Return te_fast's layers by their names within the module."""
         raise NotImplementedError
 
+    @property
+    def __code__(self) -> types.CodeType:
+        """Return the code of the call; ``torch.export`` reads it from every forward, to tell where that is."""
+        return type(self).__call__.__code__
+
 
 class OwnedForward(Forward):
     """A forward that refers to its module, and in a copy to the copied module."""
 
     _owner: weakref.ref[Any]
+    #: Modules, names of attributes, and their values at the conversion.
+    _constants: Sequence[tuple[torch.nn.Module, str, Any]] = ()
 
     def _watched(self) -> Sequence[Watched]:
         """Return the modules that the conversion found."""
         raise NotImplementedError
 
+    def _note_constants(self, modules: Sequence[torch.nn.Module]) -> None:
+        """Note the attributes of modules whose values are in te_fast's layers."""
+        self._constants = [
+            (module, name, getattr(module, name))
+            for module in modules
+            for name in CONSTANTS
+            if hasattr(module, name)
+        ]
+
     def _is_current(self) -> bool:
-        """Tell whether the modules are still those of the conversion, and have no hooks."""
+        """Tell whether the modules and their constants are still those of the conversion, and have no hooks."""
+        for module, name, value in self._constants:
+            if getattr(module, name) != value:
+                return False
         if not is_compiling():
             return native.are_as_found(self._watched())
         for owner, known in self._watched():
@@ -207,6 +232,7 @@ class SequentialForward(OwnedForward):
         self._known = list(module._modules.items())
         inside = [range(at, at + count) for at, (_, count) in fused.items()]
         self._fused = [self._known[place] for places in inside for place in places]
+        self._note_constants([self._known[at][1] for at in fused])
 
     def _watched(self) -> Sequence[Watched]:
         owner: Any = self._owner()
@@ -217,9 +243,13 @@ class SequentialForward(OwnedForward):
         return {self._known[place][0]: tied for place, (tied, _) in self.fused.items()}
 
     def __call__(self, input: torch.Tensor) -> Any:
-        """Run the modules, one by one if a module was replaced since the conversion."""
+        """Run the modules, one by one in FP64, and if a module was changed since the conversion."""
         owner: Any = self._owner()
-        if list(owner._modules.items()) != self._known or not self._is_current():
+        if (
+            input.dtype is torch.float64
+            or list(owner._modules.items()) != self._known
+            or not self._is_current()
+        ):
             return type(owner).forward(owner, input)
         place, x = 0, input
         while place < len(self._known):
@@ -289,7 +319,6 @@ class DecoderForward(OwnedForward):
         self.is_tuple = False
         self.what = "decoder layer" if found.activation else "attention of a decoder layer"
         self._heads = Heads(attention.heads, attention.groups, attention.channels)
-        self._is_eager = attention.implementation == "eager"
         self._has_head_norms = attention.head_norms is not None
         first = layer.input_layernorm
         parts = _attention_parts(attention, found.norms[0], first, name)
@@ -305,6 +334,7 @@ class DecoderForward(OwnedForward):
             self._found.append((mlp, list(mlp._modules.items())))
             own += [("post_attention_layernorm", second), ("mlp", mlp)]
         self._found.append((layer, own))
+        self._note_constants([attention.module, *[part for name, part in own if "norm" in name]])
         self._find_tail()
 
     def _watched(self) -> Sequence[Watched]:
@@ -337,12 +367,15 @@ class DecoderForward(OwnedForward):
         found = {"qkv": self.qkv, "out": self.out}
         return found if self.mlp is None else found | {"feed_forward": self.mlp}
 
-    def _is_for(self, given: dict[str, Any], places: tuple[Any, ...]) -> bool:
+    def _is_for(self, hidden: torch.Tensor, given: dict[str, Any], places: tuple[Any, ...]) -> bool:
         """Tell whether a call is one of training: it has a mask and angles, and no cache and no weights to return."""
         mask, angles = given.get("attention_mask"), given.get("position_embeddings")
-        if places or not isinstance(angles, tuple) or (mask is None and self._is_eager):
+        if places or not isinstance(angles, tuple) or hidden.dtype is torch.float64:
             return False
-        if mask is not None and (not isinstance(mask, torch.Tensor) or mask.dim() != 4):
+        if mask is None:
+            if not self._is_causal(hidden, given):
+                return False
+        elif not isinstance(mask, torch.Tensor) or mask.dim() != 4:
             return False
         for name in ("past_key_value", "cu_seq_lens_q", "head_mask"):
             if given.get(name) is not None:
@@ -353,6 +386,24 @@ class DecoderForward(OwnedForward):
         if given.get("output_attentions") or given.get("is_causal") is False:
             return False
         return self._is_current()
+
+    def _is_causal(self, hidden: torch.Tensor, given: dict[str, Any]) -> bool:
+        """Tell whether the layer's own attention would hide later tokens without a mask, and no others.
+
+        Attention by flash_attn takes windows and lengths of packed sequences from other arguments.
+        """
+        owner: Any = self._owner()
+        attention = owner.self_attn
+        if getattr(attention, "is_causal", True) is not True:
+            return False
+        how = implementation_of(attention)
+        if not how.startswith(FLASH):
+            return how == "sdpa"
+        config = getattr(attention, "config", None)
+        window = getattr(attention, "sliding_window", getattr(config, "sliding_window", None))
+        if hidden.shape[0] == 1 and given.get("position_ids") is not None:
+            return False
+        return window is None or hidden.shape[1] <= window
 
     def _is_empty(self, cache: Any) -> bool:
         """Tell whether a cache is empty and returns only the new keys and values, as in Transformers' first call."""
@@ -368,7 +419,7 @@ class DecoderForward(OwnedForward):
         # CausalForward passes an empty mask where attention hides later tokens by itself.
         if isinstance(mask, torch.Tensor) and mask.numel() == 0:
             given["attention_mask"] = None
-        if not self._is_for(given, places):
+        if not self._is_for(hidden_states, given, places):
             return type(owner).forward(owner, hidden_states, *places, **given)
         y = self.run(hidden_states, **given)
         return (y,) if self.is_tuple else y

@@ -16,6 +16,10 @@ from te_fast.runtime.module_hooks import has_hooks
 #: Largest relative error (Frobenius) between a module and its replacement: roundings of a few operations.
 _BOUNDS = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 DTYPES = tuple(_BOUNDS)
+#: Names of a norm's eps.
+EPSILONS = ("variance_epsilon", "eps", "epsilon")
+#: How the names of Transformers' attention by flash_attn begin.
+FLASH = "flash_attention"
 
 
 class Left(TeFastError):
@@ -147,8 +151,7 @@ def norm(module: torch.nn.Module, name: str) -> Norm:
     shown = f"{name} ({type(module).__name__})"
     if weight is None or weight.dim() != 1 or others or module._modules:
         leave(f"{shown} is not a norm with one weight")
-    names = ("variance_epsilon", "eps", "epsilon")
-    eps = next((getattr(module, key) for key in names if hasattr(module, key)), None)
+    eps = next((getattr(module, key) for key in EPSILONS if hasattr(module, key)), None)
     if type(module) is torch.nn.RMSNorm and eps is None:
         eps = torch.finfo(weight.dtype).eps
     if not isinstance(eps, float):
@@ -266,6 +269,11 @@ def _children(module: torch.nn.Module, needed: set[str], optional: set[str], nam
         leave(f"{name} has {', '.join(sorted(others))}, too")
 
 
+def implementation_of(attention: Any) -> str:
+    """Return the name of Transformers' implementation of attention, as a module's configuration has it now."""
+    return getattr(getattr(attention, "config", None), "_attn_implementation", None) or "sdpa"
+
+
 def _attention(module: Any, name: str) -> Attention:
     refuse_wrapped(module, name)
     projections = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -286,8 +294,9 @@ def _attention(module: Any, name: str) -> Attention:
         sizes = [parameter.numel() for parameter in part.parameters()]
         if any(size != d for size in sizes):
             leave(f"{name} has norms of {sizes[0]} channels, its heads have {d}")
-    config = getattr(module, "config", None)
-    how = getattr(config, "_attn_implementation", None) or "sdpa"
+    how = implementation_of(module)
+    if how not in ("sdpa", "eager") and not how.startswith(FLASH):
+        leave(f"{name} computes attention by {how}; te_fast knows sdpa, eager and {FLASH}")
     scale = float(getattr(module, "scaling", d**-0.5))
     heads = q.out_features // d, k.out_features // d
     return Attention(module, *heads, d, scale, all(biases), norms, how)

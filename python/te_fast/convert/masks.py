@@ -20,6 +20,7 @@ import torch
 from torch.compiler import is_compiling
 
 from te_fast.convert.forwards import DecoderForward, OwnedForward
+from te_fast.convert.known import implementation_of
 from te_fast.runtime.compiling import is_exporting
 
 
@@ -76,6 +77,8 @@ class CausalForward(OwnedForward):
 
     def _needs_no_mask(self, owner: Any, places: tuple[Any, ...], given: dict[str, Any]) -> bool:
         if len(places) > 1 or not given.get("is_causal", getattr(owner.config, "is_causal", True)):
+            return False
+        if implementation_of(owner) != "sdpa":
             return False
         for name in ("attention_mask", "position_ids", "past_key_values"):
             if given.get(name) is not None:
