@@ -13,11 +13,16 @@ from te_fast.recipe import Float8BlockScaling, Recipe
 from te_fast.runtime import native
 from te_fast.runtime.layouts import BLOCK, columnwise_shape, make_columnwise
 from te_fast.tensor.dtypes import DType, fp8_name
-from te_fast.tensor.quantizer import ComparedBySettings, Float8QuantizerBase, Rule, check_epsilon
+from te_fast.tensor.quantizer import (
+    ComparedBySettings,
+    Float8QuantizerBase,
+    Rule,
+    check_epsilon,
+    check_quantizer,
+)
 from te_fast.tensor.storage import (
     QuantizedTensorStorage,
     check_bytes,
-    check_quantizer,
     field,
     whole_size,
 )

@@ -19,11 +19,11 @@ from te_fast.tensor.quantizer import (
     Float8QuantizerBase,
     Rule,
     check_epsilon,
+    check_quantizer,
 )
 from te_fast.tensor.storage import (
     QuantizedTensorStorage,
     check_bytes,
-    check_quantizer,
     field,
     whole_size,
 )

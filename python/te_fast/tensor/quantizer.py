@@ -428,6 +428,19 @@ class Float8QuantizerBase(Quantizer):
         return made.requires_grad_() if requires_grad and not self.internal else made
 
 
+def check_quantizer(quantizer: Any, owner: str) -> None:
+    """Refuse an object that is no quantizer.
+
+    Raises
+    ------
+    DtypeError
+        If `quantizer` is neither a quantizer nor None.
+    """
+    if not isinstance(quantizer, Quantizer | None):
+        message = f"{owner}: quantizer must be a Quantizer or None, got {type(quantizer).__name__}"
+        raise DtypeError(message)
+
+
 def check_epsilon(owner: str, amax_epsilon: Any) -> None:
     """Refuse a least maximum that is no number.
 

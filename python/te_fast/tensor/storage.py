@@ -65,21 +65,6 @@ def check_bytes(
             raise ShapeError(message)
 
 
-def check_quantizer(quantizer: Any, owner: str) -> None:
-    """Refuse an object that is no quantizer.
-
-    Raises
-    ------
-    DtypeError
-        If `quantizer` is neither a quantizer nor None.
-    """
-    from te_fast.tensor.quantizer import Quantizer
-
-    if not isinstance(quantizer, Quantizer | None):
-        message = f"{owner}: quantizer must be a Quantizer or None, got {type(quantizer).__name__}"
-        raise DtypeError(message)
-
-
 def field(name: str, doc: str) -> Any:
     """Return an attribute that forwards to a field of the native value."""
     holds_bytes = name in ("row", "col")

@@ -45,9 +45,6 @@ pub(crate) fn grouped_gemm<'py>(
     let kind = if weight_gradient { GroupedKind::WeightGradient } else { GroupedKind::Rows };
     let (rows, n, k) = sizes(kind, fp8, &a_view, &b_view)?;
     check_shapes(&call, kind, [&a_view, &b_view, &result], [groups, rows, n, k])?;
-    if k == 0 && kind == GroupedKind::Rows {
-        return Err(Error::shape(OP, "a", "at least one column", format!("{:?}", a_view.shape()))).python();
-    }
     check_apart(state, OP, &[Some(&a.0), Some(&b.0), Some(splits), bias], &[Some(d)])?;
 
     let given = a.1.as_ref().map(|scales| contiguous(state, scales, OP, "the scales of a")).transpose()?;
@@ -116,7 +113,11 @@ fn check_shapes(
         GroupedKind::WeightGradient => (if fp8 { &[k, rows] } else { &[rows, k] }, &[groups, n, k]),
     };
     call.shape(b, "b", b_shape)?;
-    call.shape(d, "d", d_shape)
+    call.shape(d, "d", d_shape)?;
+    if k == 0 && kind == GroupedKind::Rows {
+        return Err(Error::shape(OP, "a", "at least one column", format!("{:?}", a.shape()))).python();
+    }
+    Ok(())
 }
 
 /// FP8 operands have as many scales as their layout asks for, others none.

@@ -70,7 +70,7 @@ pub(crate) fn grouped_layer_forward<'py>(
     module: &Bound<'py, PyAny>,
     inp: &Bound<'py, PyAny>,
     splits: &Bound<'py, PyAny>,
-    is_first_microbatch: Option<bool>,
+    is_first_microbatch: Option<&Bound<'py, PyAny>>,
     buffers: Option<Bound<'py, Buffers>>,
 ) -> PyResult<Option<Bound<'py, PyAny>>> {
     let py = module.py();
@@ -84,7 +84,7 @@ pub(crate) fn grouped_layer_forward<'py>(
     {
         return Ok(None);
     }
-    let extras = std::slice::from_ref(splits);
+    let (extras, is_first_microbatch) = (std::slice::from_ref(splits), truth(is_first_microbatch)?);
     in_region_of_last_forward(state, program, || {
         straight(state, module, program, (inp, extras, buffers), (is_first_microbatch, InFp8::default()))
     })
@@ -125,7 +125,7 @@ pub(crate) fn grouped_layer_straight<'py>(
     module: &Bound<'py, PyAny>,
     inp: &Bound<'py, PyAny>,
     counts: &Bound<'py, PyAny>,
-    is_first_microbatch: Option<bool>,
+    is_first_microbatch: Option<&Bound<'py, PyAny>>,
 ) -> PyResult<Option<Bound<'py, PyAny>>> {
     let state = state(module.py())?;
     grouped_straight(state, (module, &instance_dict(module)?), (inp, counts), is_first_microbatch)
@@ -137,7 +137,7 @@ fn grouped_straight<'py>(
     state: &State,
     (module, attributes): (&Bound<'py, PyAny>, &Bound<'py, PyDict>),
     (inp, counts): (&Bound<'py, PyAny>, &Bound<'py, PyAny>),
-    is_first_microbatch: Option<bool>,
+    is_first_microbatch: Option<&Bound<'py, PyAny>>,
 ) -> PyResult<Option<Bound<'py, PyAny>>> {
     let py = module.py();
     let entry = |name| attributes.get_item(name);
