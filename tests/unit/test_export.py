@@ -237,7 +237,7 @@ class Experts(torch.nn.Module):
         self.experts = te.GroupedLinear(2, 32, 32, device="cpu", name="experts")
 
     def forward(self, x):
-        return self.experts(x, [8, 16])
+        return self.experts(x, [4, 12])
 
 
 @pytest.mark.parametrize("strict", [False, True])
