@@ -28,8 +28,8 @@ from te_fast.ops.common import NATIVE_TYPES, parameter_options, to_real
 from te_fast.ops.sequential import Sequential
 from te_fast.parallel.checkpoint import Share
 from te_fast.parallel.ranks import reduced_sharing
+from te_fast.runtime.arguments import check_numbers, check_positive_sizes
 from te_fast.runtime.compiling import is_any_autocast_enabled, is_unseen
-from te_fast.runtime.numbers import check_number, check_positive_sizes
 from te_fast.tensor.of_factory import in_shared_region
 
 #: Activations by name, and halves of their input.
@@ -159,7 +159,7 @@ class MoE(torch.nn.Module):
         check_positive_sizes(
             "MoE", hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size, num_experts=num_experts
         )
-        check_number("MoE", "aux_loss_coeff", aux_loss_coeff)
+        check_numbers("MoE", aux_loss_coeff=aux_loss_coeff)
         if not isinstance(activation, str) or activation not in _ACTIVATIONS:
             known = ", ".join(map(repr, _ACTIVATIONS))
             message = f"MoE: activation must be one of {known}, got {activation!r}"

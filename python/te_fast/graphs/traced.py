@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 import weakref
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -17,9 +16,6 @@ from te_fast.runtime.compiling import is_exporting, static
 from te_fast.runtime.delayed import DelayedScalingRecipeState
 from te_fast.runtime.global_state import FP8GlobalStateManager
 from te_fast.runtime.module_hooks import are_called_plainly
-
-#: The signature of a program whose first op is linear, of one weight for all rows.
-_BEGINS_WITH_LINEAR = re.compile(r"\[(?:Identity, )*Linear \{[^}]*groups: None")
 
 _numbers = itertools.count(1)
 #: Programs by their numbers.
@@ -199,7 +195,7 @@ class Traced:
 
     def reads_bytes(self) -> bool:
         """Tell whether eager calls in FP8 read the bytes of a quantised input; if not, they dequantise it."""
-        return _BEGINS_WITH_LINEAR.match(self.program.signature) is not None
+        return self.program.reads_fp8
 
     def prepare(
         self,

@@ -11,7 +11,7 @@ from te_fast.errors import ShapeError
 from te_fast.layers.load_torch import copy_into
 from te_fast.layers.parameters import check_sizes, options_of, refuse, refuse_userbuffers
 from te_fast.layers.split import SplitLinear
-from te_fast.runtime.constants import check_flags, check_functions, check_numbers
+from te_fast.runtime.arguments import check_flags, check_functions, check_numbers
 
 if TYPE_CHECKING:
     from te_fast.layers.load_torch import Source

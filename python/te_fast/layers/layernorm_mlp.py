@@ -22,9 +22,9 @@ from te_fast.layers.program import ProgramLayer
 from te_fast.parallel.checkpoint import Share
 from te_fast.parallel.ranks import divided
 from te_fast.runtime import native
+from te_fast.runtime.arguments import check_flags, check_functions, check_numbers
 from te_fast.runtime.calls import layer_call_method
 from te_fast.runtime.collectives import mark_share
-from te_fast.runtime.constants import check_flags, check_functions, check_numbers
 
 if TYPE_CHECKING:
     from te_fast.layers.load_torch import Source

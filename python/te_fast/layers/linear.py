@@ -11,7 +11,7 @@ from te_fast.errors import ShapeError
 from te_fast.layers.parameters import check_sizes, options_of, refuse_userbuffers
 from te_fast.layers.split import SplitLinear
 from te_fast.runtime import high_precision
-from te_fast.runtime.constants import check_flags, check_functions
+from te_fast.runtime.arguments import check_flags, check_functions
 from te_fast.runtime.global_state import autocast_state
 from te_fast.runtime.inputs import check_input, refuse_nested
 from te_fast.tensor.primary import is_quantized

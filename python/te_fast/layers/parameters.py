@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_fast.errors import DtypeError, UnsupportedError
+from te_fast.runtime.arguments import check_sizes as check_sizes  # layers take all checks from here
 from te_fast.runtime.device import check_device
-from te_fast.runtime.numbers import check_sizes as check_sizes  # layers take all checks from here
 from te_fast.tensor.primary import initialise_quantized, is_quantized
 
 if TYPE_CHECKING:

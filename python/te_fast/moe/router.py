@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from te_fast.errors import ArgumentError, DeviceError, DtypeError, ShapeError, UnsupportedError
 from te_fast.moe import choice as kernels
-from te_fast.runtime.numbers import check_number, check_positive_sizes, check_sizes
+from te_fast.runtime.arguments import check_numbers, check_positive_sizes, check_sizes
 
 _SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -218,7 +218,7 @@ def choice_of(
     over = "before" if score_function == "softmax" and use_pre_softmax else "chosen"
     factor = 1.0 if scaling_factor is None else scaling_factor
     if type(factor) is not float:
-        check_number("router", "scaling_factor", factor)
+        check_numbers("router", scaling_factor=factor)
     return kernels.Choice(topk, *groups, score_function, over, float(factor))
 
 
@@ -444,7 +444,7 @@ def _check_scores(probs: Any, tokens_per_expert: Any, num_experts: int) -> None:
 
 
 def _check_numbers_of_loss(total: Any, topk: int, coeff: float) -> None:
-    check_number("router", "coeff", coeff)
+    check_numbers("router", coeff=coeff)
     numbers = {"topk": topk}
     if isinstance(total, torch.Tensor):
         if total.numel() != 1:

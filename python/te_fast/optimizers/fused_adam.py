@@ -12,7 +12,7 @@ import torch
 from te_fast.errors import ArgumentError, StateDtypeError, StateError, UnsupportedError
 from te_fast.optimizers import stored
 from te_fast.optimizers.multi_tensor import local_part as _local
-from te_fast.optimizers.options import check_betas, check_numbers
+from te_fast.optimizers.options import check_betas, check_not_negative
 from te_fast.optimizers.zeroing import forgets, warn_of_set_grad_none
 from te_fast.tensor.primary import is_quantized
 
@@ -142,7 +142,7 @@ class FusedAdam(torch.optim.Optimizer):
         self._scales: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         self.set_grad_none = set_grad_none
         self._check_options(amsgrad)
-        check_numbers("FusedAdam", lr=lr, eps=eps, weight_decay=weight_decay)
+        check_not_negative("FusedAdam", lr=lr, eps=eps, weight_decay=weight_decay)
         check_betas("FusedAdam", betas)
         warn_of_set_grad_none("FusedAdam", set_grad_none)
         defaults = {

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from te_fast.errors import ArgumentError, UnsupportedError
-from te_fast.optimizers.options import check_numbers
+from te_fast.optimizers.options import check_not_negative
 from te_fast.optimizers.zeroing import forgets, warn_of_set_grad_none
 
 
@@ -83,7 +83,7 @@ class FusedSGD(torch.optim.SGD):
             name = "wd_after_momentum" if wd_after_momentum else "materialize_master_grads"
             message = f"FusedSGD: {name} is not supported; leave it at its default"
             raise UnsupportedError(message)
-        check_numbers("FusedSGD", lr=lr, momentum=momentum, weight_decay=weight_decay)
+        check_not_negative("FusedSGD", lr=lr, momentum=momentum, weight_decay=weight_decay)
         if nesterov and (momentum == 0.0 or dampening != 0.0):
             message = (
                 f"FusedSGD: nesterov=True needs a momentum and no dampening, got momentum={momentum} and "

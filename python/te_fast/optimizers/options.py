@@ -9,7 +9,7 @@ import torch
 from te_fast.errors import ArgumentError
 
 
-def check_numbers(optimizer: str, **numbers: Any) -> None:
+def check_not_negative(optimizer: str, **numbers: Any) -> None:
     """Raise unless numbers, by the arguments' names, are at least 0; tensors, which may be on a GPU, are not read.
 
     Raises

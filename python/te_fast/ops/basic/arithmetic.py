@@ -9,7 +9,7 @@ import torch
 from te_fast.errors import ShapeError
 from te_fast.ops.basic.native import ExtraTensorOperation
 from te_fast.ops.op import BasicOperation, OperationContext, PerOp
-from te_fast.runtime.constants import check_numbers
+from te_fast.runtime.arguments import check_numbers
 
 
 class ConstantScale(BasicOperation):

@@ -9,7 +9,7 @@ import torch
 
 from te_fast.errors import ArgumentError
 from te_fast.ops.op import ALONE, BasicOperation, Beside, OperationContext
-from te_fast.runtime.constants import check_numbers
+from te_fast.runtime.arguments import check_numbers
 
 
 class Dropout(BasicOperation):

@@ -22,9 +22,9 @@ from te_fast.ops.common import NATIVE_TYPES, autocast_dtype, parameter_options, 
 from te_fast.ops.expert_loop import ExpertLoop, Experts, is_needed, read_counts
 from te_fast.ops.op import ALONE, Beside, OperationContext, PerOp
 from te_fast.runtime import native
+from te_fast.runtime.arguments import check_positive_sizes, check_sizes
 from te_fast.runtime.capturing import is_graph_capturing
 from te_fast.runtime.compiling import is_traced
-from te_fast.runtime.numbers import check_positive_sizes, check_sizes
 from te_fast.runtime.parts import compute_deferred, fit_state, lay_together
 from te_fast.runtime.splits import check_in_debug
 from te_fast.tensor import primary, stacks

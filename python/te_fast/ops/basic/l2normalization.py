@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from te_fast.ops.op import BasicOperation, OperationContext
-from te_fast.runtime.constants import check_numbers
+from te_fast.runtime.arguments import check_numbers
 
 
 class L2Normalization(BasicOperation):

@@ -11,7 +11,7 @@ from te_fast.errors import ArgumentError, UnsupportedError
 from te_fast.ops.basic.native import NativeOperation
 from te_fast.ops.common import parameter_options, sizes_of, to_real
 from te_fast.ops.op import ALONE, Beside
-from te_fast.runtime.constants import check_numbers
+from te_fast.runtime.arguments import check_numbers
 
 
 class Norm(NativeOperation):

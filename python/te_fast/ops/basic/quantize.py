@@ -10,8 +10,8 @@ from te_fast.errors import UnsupportedError
 from te_fast.ops.op import ALONE, BasicOperation, Beside, OperationContext
 from te_fast.recipe import Recipe
 from te_fast.runtime import scale_tape
+from te_fast.runtime.arguments import check_flags
 from te_fast.runtime.compiling import is_in_graph
-from te_fast.runtime.constants import check_flags
 from te_fast.runtime.global_state import FP8GlobalStateManager
 from te_fast.tensor.answers import LinearRoles, linear_roles
 from te_fast.tensor.of_recipe import quantizer_of

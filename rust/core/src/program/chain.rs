@@ -372,6 +372,14 @@ impl Chain {
         self.extra_outputs
     }
 
+    /// The linear op that reads the bytes of an input in FP8: the first op of all. Another first op reads dequantised
+    /// values.
+    #[must_use]
+    pub fn reads_fp8(&self) -> Option<&Link> {
+        let first = self.links.iter().find(|link| link.op != Op::Identity);
+        first.filter(|link| matches!(link.op, Op::Linear { groups: None, .. }))
+    }
+
     /// The extra inputs whose memory forward writes to.
     #[must_use]
     pub fn written_extra_inputs(&self) -> &[usize] {

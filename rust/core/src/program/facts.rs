@@ -53,8 +53,8 @@ impl Facts {
                 op.map_err(|error| error.within(&chain.links()[index].label))
             })
             .collect::<Result<_>>()?;
-        if let (Some(given), Some(link)) = (&key.outer.input, chain.links().iter().find(|link| link.op != Op::Identity))
-            && let (Op::Linear { groups: None, .. }, Some(linear)) = (link.op, linears.get_mut(link.linear))
+        if let (Some(given), Some(link)) = (&key.outer.input, chain.reads_fp8())
+            && let Some(linear) = linears.get_mut(link.linear)
         {
             linear.take(*given).map_err(|error| error.within(&link.label))?;
         }

@@ -493,6 +493,12 @@ impl ProgramHandle {
         Ok(format!("{ops:?} {:?} {fuses:?} {parts:?}", self.linear_calls(py)?))
     }
 
+    /// Whether calls in FP8 read the bytes of a quantised input; if not, they read its dequantised values.
+    #[getter]
+    fn reads_fp8(&self) -> bool {
+        self.chain.reads_fp8().is_some()
+    }
+
     /// Whether a parameter consists of parts.
     #[getter(has_parts)]
     fn has_some_parts(&self) -> bool {
