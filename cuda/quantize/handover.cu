@@ -1,7 +1,7 @@
-// Around GEMMs that store FP8 under delayed scaling, for many values in one launch: *inverse = 1 / *scale, which the next
-// GEMM multiplies by, and *amax = max(*amax, *found), NaN ignored. cuBLAS overwrites *found with the maximum of a result,
-// and delayed scaling needs the maximum over all calls of a step. An entry without `inverse` or without `amax` leaves
-// that part out.
+// Around GEMMs that store FP8 under delayed scaling, for many values in one launch: *inverse = 1 / *scale, which the
+// next GEMM multiplies by, and *amax = max(*amax, *found), NaN ignored. cuBLAS overwrites *found with the maximum of a
+// result, and delayed scaling needs the maximum over all calls of a step. An entry without `inverse` or without `amax`
+// leaves that part out.
 //
 // Launch: blocks = 1, 32 threads, one entry each.
 // Needs:  count <= 32.
