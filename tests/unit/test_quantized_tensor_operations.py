@@ -271,13 +271,13 @@ def test_other_libraries_get_the_values(kind, x):
     expected = tensor.dequantize()
     assert torch.equal(torch.from_dlpack(tensor), expected)
     assert torch.equal(torch.from_numpy(np.asarray(tensor)), expected)
-    assert torch.equal(torch.from_numpy(np.from_dlpack(tensor)), expected)
+    assert np.from_dlpack(tensor).tolist() == expected.tolist()
     assert tensor.tolist() == expected.tolist()
     assert type(tensor).__dlpack_c_exchange_api__ is None
     assert not hasattr(tensor, "__cuda_array_interface__")
     with pytest.raises(TypeError):  # NumPy has no bfloat16
         quantizer(kind)(x).numpy()
-    with pytest.raises(BufferError, match="require gradient"):
+    with pytest.raises((BufferError, RuntimeError), match="require gradient"):
         torch.from_dlpack(tensor.requires_grad_())
 
 
