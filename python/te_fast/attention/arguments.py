@@ -77,7 +77,7 @@ def checked_number(layer: str, argument: str, value: Any) -> Any:
     DtypeError
         If it is none.
     """
-    if not isinstance(value, Real | torch.Tensor):
+    if not isinstance(value, (Real, torch.Tensor)):  # traces of torch 2.8 know no unions
         message = f"{layer}: {argument} must be a number, got {type(value).__name__} {value!r}"
         raise DtypeError(message)
     return value
@@ -356,7 +356,7 @@ def check_padding(
         Where the heads are.
     """
     batch, *rooms = sizes
-    pair = tuple(mask) if isinstance(mask, tuple | list) else (mask, mask)
+    pair = tuple(mask) if isinstance(mask, (tuple, list)) else (mask, mask)
     if len(pair) != 2:
         message = f"{attention.name}: attention_mask must be a tensor, or a tuple of two of them, got {len(pair)}"
         raise ShapeError(message)

@@ -54,8 +54,13 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 def _index_in_graph(count: Any) -> int:
     """Return a count as an integer; ``operator.index`` would bind the graph to the value of a number."""
-    if isinstance(count, int | torch.SymInt):
+    if isinstance(count, (int, torch.SymInt)):  # traces of torch 2.8 know no unions
         return count  # type: ignore[return-value]
+    if isinstance(
+        count, float
+    ):  # an error of operator.index would be an internal error of the trace
+        message = "a count must be an integer"
+        raise TypeError(message)
     return operator.index(count)
 
 
@@ -506,11 +511,14 @@ class GroupedLinear(PartedLayer):
     def _counts(
         self, m_splits: Any, index: Callable[[Any], int] = operator.index
     ) -> tuple[int, ...]:
+        counts: tuple[int, ...] | None
         try:
             counts = tuple(map(index, m_splits))
         except TypeError:
+            counts = None  # traces of torch 2.8 know no "raise from"
+        if counts is None:
             message = f"{self.name}: m_splits must be a list of integers or an integer tensor, got {m_splits!r}"
-            raise DtypeError(message) from None
+            raise DtypeError(message)
         if len(counts) != self.num_gemms:
             message = (
                 f"{self.name}: m_splits must be one count for each of the {self.num_gemms} experts, "
