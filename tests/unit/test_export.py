@@ -243,8 +243,9 @@ class Experts(torch.nn.Module):
 @pytest.mark.parametrize("strict", [False, True])
 def test_experts_are_refused_by_name(strict):
     kinds = UnsupportedError if not strict else Exception
-    # A strict trace of torch 2.8 tells no message.
-    text = "experts: torch.export cannot save its grouped_linear|Observed exception"
+    text = "experts: torch.export cannot save its grouped_linear"
+    if strict and torch.__version__ < "2.9":  # its strict traces tell no message
+        text = "Observed exception"
     with pytest.raises(kinds, match=text):
         exported(Experts(), strict=strict)
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from te_fast.errors import ArgumentError, DeviceError, DtypeError, ShapeError
 from te_fast.layers.parameters import check_sizes
+from te_fast.runtime.arguments import check_numbers
 from te_fast.runtime.compiling import is_unseen
 
 if TYPE_CHECKING:
@@ -69,20 +69,6 @@ def channels_of(layer: str, kv_channels: Any) -> tuple[int, int]:
     return given
 
 
-def checked_number(layer: str, argument: str, value: Any) -> Any:
-    """Return a number.
-
-    Raises
-    ------
-    DtypeError
-        If it is none.
-    """
-    if not isinstance(value, (Real, torch.Tensor)):  # traces of torch 2.8 know no unions
-        message = f"{layer}: {argument} must be a number, got {type(value).__name__} {value!r}"
-        raise DtypeError(message)
-    return value
-
-
 def checked_probability(layer: str, argument: str, value: Any) -> Any:
     """Return a probability.
 
@@ -93,7 +79,8 @@ def checked_probability(layer: str, argument: str, value: Any) -> Any:
     ArgumentError
         If it is not between 0 and 1.
     """
-    if not 0.0 <= checked_number(layer, argument, value) <= 1.0:
+    check_numbers(layer, **{argument: value})
+    if not 0.0 <= value <= 1.0:
         message = f"{layer}: {argument} must be from 0 to 1, got {value!r}"
         raise ArgumentError(message)
     return value
@@ -328,7 +315,7 @@ def checked_cap(attention: Any, cap: Any) -> float:
         # Comparisons, since functions of math refuse the numbers of a trace with dynamic=True.
         fits = 0.0 <= cap < math.inf
     except TypeError:
-        checked_number(attention.name, "softcap", cap)
+        check_numbers(attention.name, softcap=cap)
         raise
     if not fits:
         message = f"{attention.name}: softcap must be finite and not negative, got {cap!r}"

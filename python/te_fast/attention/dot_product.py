@@ -22,7 +22,6 @@ from te_fast.attention.arguments import (
     check_padding,
     check_scores,
     checked_cap,
-    checked_number,
     checked_probability,
     unpacked,
 )
@@ -47,6 +46,7 @@ from te_fast.layers.parameters import check_sizes, refuse
 from te_fast.parallel.checkpoint import Share
 from te_fast.parallel.ranks import divided
 from te_fast.runtime import native
+from te_fast.runtime.arguments import check_numbers
 from te_fast.runtime.compiling import is_in_graph
 from te_fast.runtime.device import check_device
 from te_fast.runtime.recompute import checkpoint
@@ -192,7 +192,8 @@ class DotProductAttention(TransformerEngineBaseModule):
         self.qkv_format = qkv_format
         self.attn_mask_type = mask_type_of(attn_mask_type, self.name)
         self.window_size, self.bottom_right_diagonal = window_size, bottom_right_diagonal
-        self.softcap = checked_number(self.name, "softcap", softcap)
+        check_numbers(self.name, softcap=softcap)
+        self.softcap = softcap
         self._rules: dict[Any, Rule] = {}
         self._rule(None, None, None)
         self.attention_type = attention_type
@@ -202,7 +203,8 @@ class DotProductAttention(TransformerEngineBaseModule):
         self.get_rng_state_tracker = None if sequence_parallel else get_rng_state_tracker
         self.layer_number = 1 if layer_number is None else layer_number
         scale = 1.0 / math.sqrt(max(key, 1)) if softmax_scale is None else softmax_scale
-        self.softmax_scale = checked_number(self.name, "softmax_scale", scale)
+        check_numbers(self.name, softmax_scale=scale)
+        self.softmax_scale = scale
         self.return_max_logit = return_max_logit
         self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
         self._choose_kernels()

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import zip_longest
 from typing import Any
 from weakref import WeakValueDictionary
@@ -18,9 +17,10 @@ from weakref import WeakValueDictionary
 import torch
 
 from te_fast import _config
-from te_fast.errors import RanksError, RecipeError, StateError, TeFastError
+from te_fast.errors import RanksError, RecipeError, StateError
 from te_fast.recipe import DelayedScaling, Format, Recipe
 from te_fast.runtime import native
+from te_fast.runtime.collectives import named
 
 _F32_MAX = torch.finfo(torch.float32).max
 # torch without torch.distributed has no such function.
@@ -323,21 +323,6 @@ def _world_size(group: Any, all_gone: bool) -> int:
     return torch.distributed.get_world_size(group=group)
 
 
-@contextmanager
-def _named(doing: str) -> Iterator[None]:
-    """Name the step in errors of ``torch.distributed``, when a rank is gone, late, or does something else."""
-    try:
-        yield
-    except TeFastError:
-        raise
-    except RuntimeError as error:
-        message = (
-            f"delayed scaling: the ranks of amax_reduction_group could not {doing}; another rank has stopped, is late, "
-            f"or has run other layers: {error}"
-        )
-        raise RanksError(message) from error
-
-
 def _agree(slots: list[tuple[int | None, int]], group: Any, maxima: torch.Tensor) -> None:
     """Raise unless all ranks reduce maxima of equal numbers of layers and tensors.
 
@@ -359,7 +344,7 @@ def _agree(slots: list[tuple[int | None, int]], group: Any, maxima: torch.Tensor
     kind = [len(counts), sum(counts), zlib.crc32(repr(counts).encode())]
     mine = torch.tensor(kind, dtype=torch.int64, device=maxima.device)
     everyones = mine.new_empty(torch.distributed.get_world_size(group=group) * len(kind))
-    with _named("compare the layers that they have run"):
+    with named("delayed scaling", "the comparison of layers in amax_reduction_group"):
         torch.distributed.all_gather_into_tensor(everyones, mine, group=group)
         table = everyones.view(-1, len(kind)).tolist()
         if all(row == kind for row in table):
@@ -390,7 +375,7 @@ def _name_of(number: int | None) -> str:
 
 
 def _all_reduce(maxima: torch.Tensor, group: Any) -> None:
-    with _named("reduce their maxima"):
+    with named("delayed scaling", "the reduction of maxima in amax_reduction_group"):
         torch.distributed.all_reduce(maxima, op=torch.distributed.ReduceOp.MAX, group=group)
 
 
