@@ -284,7 +284,12 @@ fn common_options() -> Vec<String> {
 fn nvcc_options(archs: &[&str]) -> Vec<String> {
     let mut options = common_options();
     // Two architectures at a time, so that no core waits for the last images.
-    options.extend(["-Xptxas=-warn-spills".into(), "--threads=2".into()]);
+    options.push("--threads=2".into());
+    // Code that is not optimised spills.
+    options.push(match variable("TE_FAST_OFAST_COMPILE") {
+        Some(level) => format!("--Ofast-compile={level}"),
+        None => "-Xptxas=-warn-spills".into(),
+    });
     options.extend(archs.iter().map(|arch| format!("-gencode=arch=compute_{arch},code=sm_{arch}")));
     let last = archs.len() - 1;
     let ptx = archs.iter().enumerate().filter(|(index, arch)| *index == last || **arch == PTX_ARCH);
