@@ -177,7 +177,9 @@ def test_masked_scores_and_cached_ones():
     assert utils.attention_mask_func(scores, mask) is scores
     assert scores.tolist() == [[0.5, -10000.0], [-10000.0, 1.0]]
     device = torch.device("cpu")
-    ones = utils.get_cached_ones_tensor(3, torch.float64, device)
+    with torch.inference_mode():
+        ones = utils.get_cached_ones_tensor(3, torch.float64, device)
+    assert not ones.is_inference()
     assert torch.equal(ones, torch.ones(3, dtype=torch.float64))
     assert utils.get_cached_ones_tensor(3, torch.float64, device) is ones
     assert utils.get_cached_ones_tensor(4, torch.float64, device) is not ones

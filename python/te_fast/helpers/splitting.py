@@ -61,14 +61,16 @@ def _is_plain(tensors: Sequence[torch.Tensor]) -> bool:
 def _are_views(parts: Sequence[torch.Tensor], starts: Sequence[int]) -> bool:
     """Tell whether parts lie in one memory, each at its start (in elements) behind the first, with equal strides."""
     first = parts[0]
-    memory = first.untyped_storage().data_ptr()
-    return all(
-        part.dtype == first.dtype
-        and part.stride() == first.stride()
-        and part.untyped_storage().data_ptr() == memory
-        and part.storage_offset() == first.storage_offset() + start
-        for part, start in zip(parts, starts, strict=True)
-    )
+    address, stride, memory, width = first.data_ptr(), first.stride(), None, first.element_size()
+    for part, start in zip(parts, starts, strict=True):
+        # Addresses are asked for first, since they mostly differ. Other tensors may lie behind a tensor by chance.
+        if part.data_ptr() != address + start * width or part.stride() != stride:
+            return False
+        storage = part.untyped_storage().data_ptr()
+        memory = storage if memory is None else memory
+        if part.dtype != first.dtype or storage != memory:
+            return False
+    return True
 
 
 def _over(tensor: torch.Tensor, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:

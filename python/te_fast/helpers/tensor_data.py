@@ -175,4 +175,5 @@ def get_cached_ones_tensor(
     >>> get_cached_ones_tensor(2, torch.float32, torch.device("cpu"))
     tensor([1., 1.])
     """
-    return torch.ones(num_elements, dtype=dtype, device=device)
+    with torch.inference_mode(mode=False):  # later calls may be outside of it
+        return torch.ones(num_elements, dtype=dtype, device=device)
