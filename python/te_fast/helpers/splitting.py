@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Iterable, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -54,23 +54,29 @@ def split_tensor_along_dim(
     return tuple(part.contiguous() for part in parts) if contiguous_split_chunks else tuple(parts)
 
 
-def _is_plain(tensors: Sequence[torch.Tensor]) -> bool:
-    return all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in tensors)
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def _are_views(parts: Sequence[torch.Tensor], starts: Sequence[int]) -> bool:
-    """Tell whether parts lie in one memory, each at its start (in elements) behind the first, with equal strides."""
-    first = parts[0]
-    address, stride, memory, width = first.data_ptr(), first.stride(), None, first.element_size()
-    for part, start in zip(parts, starts, strict=True):
-        # Addresses are asked for first, since they mostly differ. Other tensors may lie behind a tensor by chance.
-        if part.data_ptr() != address + start * width or part.stride() != stride:
+def _are_views(parts: Sequence[torch.Tensor], distances: Iterable[int]) -> bool:
+    """Tell whether plain parts lie in one memory with equal strides.
+
+    `distances` are the elements from each part's beginning to that of the next one.
+    """
+    # A trace has no addresses.
+    if torch.compiler.is_compiling() or type(parts[0]) not in _PLAIN:
+        return False
+    first, address = parts[0], parts[0].data_ptr()
+    width, stride = first.element_size(), first.stride()
+    for part, distance in zip(parts[1:], distances):  # noqa: B905  a distance behind the last part
+        address += distance * width
+        # Addresses are asked for first, since they mostly differ.
+        if type(part) not in _PLAIN or part.data_ptr() != address or part.stride() != stride:
             return False
-        storage = part.untyped_storage().data_ptr()
-        memory = storage if memory is None else memory
-        if part.dtype != first.dtype or storage != memory:
-            return False
-    return True
+    # Another tensor may lie behind a tensor by chance.
+    memory = first.untyped_storage().data_ptr()
+    return all(
+        part.dtype == first.dtype and part.untyped_storage().data_ptr() == memory for part in parts
+    )
 
 
 def _over(tensor: torch.Tensor, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
@@ -81,23 +87,19 @@ def _over(tensor: torch.Tensor, shape: Sequence[int], stride: Sequence[int]) -> 
 
 def _whole(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
     """Join parts along a dimension: a view of their memory if they lie there side by side, else a copy."""
-    first = parts[0]
-    sizes = [part.shape[dim] for part in parts]
-    starts = [start * first.stride(dim) for start in accumulate(sizes[:-1], initial=0)]
-    # A trace has no addresses.
-    if torch.compiler.is_compiling() or not _is_plain(parts) or not _are_views(parts, starts):
+    stride = parts[0].stride(dim)
+    if not _are_views(parts, (part.shape[dim] * stride for part in parts)):
         return torch.cat(tuple(parts), dim=dim)
-    shape = list(first.shape)
-    shape[dim] = sum(sizes)
-    return _over(first, shape, first.stride())
+    shape = list(parts[0].shape)
+    shape[dim] = sum(part.shape[dim] for part in parts)
+    return _over(parts[0], shape, parts[0].stride())
 
 
 def _stacked(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
     """Stack parts along a new dimension: a view of their memory if they lie there at equal distances, else a copy."""
     first = parts[0]
     distance = int(parts[1].storage_offset() - first.storage_offset()) if len(parts) > 1 else 0
-    starts = [at * distance for at in range(len(parts))]
-    if distance < 0 or not _is_plain(parts) or not _are_views(parts, starts):
+    if distance < 0 or not _are_views(parts, repeat(distance)):
         return torch.stack([part.detach() for part in parts], dim)
     shape, stride = list(first.shape), list(first.stride())
     shape.insert(dim, len(parts))
@@ -213,36 +215,39 @@ class SplitAlongDim(torch.autograd.Function):
     ) -> tuple[Any, ...]:
         """Split; see the class."""
         ctx.split_dim = split_dim % len(mixed_x_layer.shape)
-        is_storage = isinstance(mixed_x_layer, Float8TensorStorage)
-        is_storage = is_storage and not isinstance(mixed_x_layer, torch.Tensor)
-        whole = mixed_x_layer._data if is_storage else mixed_x_layer
         sections = split_size_or_sections
         sections = sections if isinstance(sections, int) else list(sections)
+        is_tensor = isinstance(mixed_x_layer, torch.Tensor)
+        whole = mixed_x_layer if is_tensor else mixed_x_layer._data
         parts = torch.split(whole, sections, dim=split_dim)
-        ctx.squeezed = [squeeze and part.shape[split_dim] == 1 for part in parts]
+        ctx.squeezed = ()
         if squeeze:
+            ctx.squeezed = [part.shape[split_dim] == 1 for part in parts]
             parts = tuple(_without(part, ctx.split_dim) for part in parts)
-        if not is_storage:
-            return tuple(parts)
-        options = mixed_x_layer.get_metadata() | {"data_transpose": None}
-        return tuple(Float8TensorStorage(**options | {"data": part}) for part in parts)
+        return tuple(parts) if is_tensor else _storages_like(mixed_x_layer, parts)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Join the gradients of the parts."""
-        dim = ctx.split_dim
-        if _share_scale(grad_outputs):
-            data = [grad._data for grad in grad_outputs]  # type: ignore[attr-defined]
-            whole = _like(grad_outputs[0], _whole(_restored(data, ctx.squeezed, dim), dim))
-        else:
-            whole = _whole(_restored(grad_outputs, ctx.squeezed, dim), dim)
-        return whole, None, None, None
+        dim, squeezed = ctx.split_dim, ctx.squeezed
+        if type(grad_outputs[0]) is not torch.Tensor and _share_scale(grad_outputs):
+            data = _restored([grad._data for grad in grad_outputs], squeezed, dim)  # type: ignore[attr-defined]
+            return _like(grad_outputs[0], _whole(data, dim)), None, None, None
+        return _whole(_restored(grad_outputs, squeezed, dim), dim), None, None, None
+
+
+def _storages_like(storage: Float8TensorStorage, parts: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    """Return storages over bytes, with another storage's scale."""
+    options = storage.get_metadata() | {"data_transpose": None}
+    return tuple(Float8TensorStorage(**options | {"data": part}) for part in parts)
 
 
 def _restored(
     grads: Sequence[torch.Tensor], squeezed: Sequence[bool], dim: int
-) -> list[torch.Tensor]:
+) -> Sequence[torch.Tensor]:
     """Return gradients with the dimension that forward has removed."""
+    if not squeezed:
+        return grads
     return [
         grad.unsqueeze(dim) if lacks else grad for grad, lacks in zip(grads, squeezed, strict=True)
     ]
