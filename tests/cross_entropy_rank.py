@@ -15,6 +15,8 @@ from te_fast.pytorch.cross_entropy import parallel_cross_entropy
 
 VOCABULARY = 24
 IGNORED = 5
+#: Widths of unequal shares, by the number of ranks.
+WIDTHS = {2: [0, 24], 4: [0, 11, 1, 12]}
 CASES = [
     {"dtype": dtype, "label_smoothing": smoothing, "reduce_loss": reduced, "hidden": hidden}
     for dtype in (torch.float32, torch.bfloat16)
@@ -45,7 +47,7 @@ def losses_of(logits, target, grad, case, group):
     loss = parallel_cross_entropy(
         logits, target, **options, dist_process_group=group, ignore_idx=IGNORED
     )
-    loss.backward(grad.sum() if case["reduce_loss"] else grad)
+    loss.backward(grad.sum().reshape(1) if case["reduce_loss"] else grad)
     return loss.detach(), logits.grad
 
 
@@ -57,6 +59,10 @@ def main(rank, ranks, folder):
     for case in CASES:
         logits, target, grad = problem(case["dtype"], case["hidden"])
         shard = logits.chunk(ranks, dim=2)[rank]
+        found.append(losses_of(shard, target, grad, case, dist.group.WORLD))
+    for case in CASES:  # shares of unequal width, the first of which is empty
+        logits, target, grad = problem(case["dtype"], case["hidden"])
+        shard = logits.split(WIDTHS[ranks], dim=2)[rank]
         found.append(losses_of(shard, target, grad, case, dist.group.WORLD))
     # A target that no rank has, and a group that this rank is not in.
     logits, target, _ = problem(torch.float32, hidden=False)

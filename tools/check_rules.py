@@ -50,6 +50,7 @@ LAYERS: dict[str, set[str]] = {
     "experts": {"moe", "ops", "parallel", "runtime", "tensor"},
     "convert": {"attention", "experts", "layers", "ops", "runtime", "state"},
     "graphed": {"graphs", "recipe", "runtime", "state", "tensor"},
+    "helpers": {"recipe", "runtime", "tensor"},
     "losses": set(),
     "offload": {"runtime", "tensor"},
     "optimizers": {"tensor"},
@@ -61,6 +62,7 @@ LAYERS: dict[str, set[str]] = {
         "experts",
         "graphed",
         "graphs",
+        "helpers",
         "layers",
         "losses",
         "moe",
@@ -77,7 +79,7 @@ LAYERS: dict[str, set[str]] = {
 }
 # Signatures that are Transformer Engine's, not ours.
 TE_SIGNATURES = re.compile(
-    r"^python/te_fast/(attention|graphed|layers|losses|moe|offload|ops|optimizers|parallel|recipe|runtime|tensor)/"
+    r"^python/te_fast/(attention|graphed|helpers|layers|losses|moe|offload|ops|optimizers|parallel|recipe|runtime|tensor)/"
 )
 
 

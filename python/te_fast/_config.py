@@ -6,6 +6,7 @@ docs/reference/envvars.md says what each one means; the native side has ``config
 from __future__ import annotations
 
 import os
+from functools import cache
 
 
 def _flag(name: str) -> bool:
@@ -18,6 +19,8 @@ EXPERT_LOOP = _flag("TE_FAST_EXPERT_LOOP")
 POWER_2_SCALES = _flag("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES")
 F32_BLOCK_SCALES = _flag("NVTE_FP8_BLOCK_SCALING_FP32_SCALES")
 UNFUSED_UPDATE = _flag("NVTE_UNFUSED_FP8_UPDATE")
+#: Whether functions of `te_fast.pytorch.jit` are compiled.
+TORCH_COMPILE = os.environ.get("NVTE_TORCH_COMPILE", "1") != "0"
 #: All streams share one queue of the GPU: work starts in the order in which it is given.
 ONE_QUEUE = _flag("CUDA_DEVICE_MAX_CONNECTIONS")
 
@@ -43,3 +46,9 @@ def attention_backends() -> tuple[bool, bool, bool]:
 def attention_is_deterministic() -> bool:
     """Return whether attention must give the same bits in every run; read as :func:`attention_backends`."""
     return os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1") == "0"
+
+
+@cache
+def nvtx_is_enabled() -> bool:
+    """Return whether NVTX ranges are made; read when the first range is asked for."""
+    return _flag("NVTE_NVTX_ENABLED")

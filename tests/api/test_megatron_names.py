@@ -14,8 +14,6 @@ ABSENT = (
     "transformer_engine.pytorch.cpp_extensions",
     "transformer_engine.pytorch.ep",
     "transformer_engine.pytorch.cpu_offload_v1",
-    "transformer_engine.pytorch.attention._SplitAlongDim",
-    "transformer_engine.pytorch.attention.apply_rotary_pos_emb",  # of version 2.2 and before
     "transformer_engine.pytorch.module._common",
     "transformer_engine.pytorch.module.base.UserBufferQuantizationMode",
     "transformer_engine.pytorch.module.base.get_workspace",
@@ -23,15 +21,11 @@ ABSENT = (
     "transformer_engine.pytorch.module.layernorm_linear.general_gemm",
     "transformer_engine.pytorch.module.linear.general_gemm",
     "transformer_engine.pytorch.distributed._NVFP4AllGatherAsyncHandle",
-    "transformer_engine.pytorch.constants.MXFP8_BLOCK_SCALING_SIZE",
-    "transformer_engine.pytorch.constants.NVFP4_BLOCK_SCALING_SIZE",
     "transformer_engine.pytorch.tensor.MXFP8",
     "transformer_engine.pytorch.tensor.NVFP4",
     "transformer_engine.pytorch.tensor.grouped_tensor",
     "transformer_engine.pytorch.tensor.mxfp8_tensor",
     "transformer_engine.pytorch.tensor.nvfp4_tensor",
-    "transformer_engine.pytorch.utils.nvtx_range_",
-    "transformer_engine.pytorch.utils.round_up_to_nearest_multiple",
 )
 SCRIPT = f"""
 import sys

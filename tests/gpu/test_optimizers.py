@@ -107,16 +107,26 @@ def test_quantised_parameters(recipe):
     assert losses[-1] < 0.5 * losses[0]
 
 
-def test_cross_entropy():
-    logits = torch.randn(4, 3, 129, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_cross_entropy(dtype, smoothing):
+    logits = torch.randn(4, 3, 129, device="cuda", dtype=dtype, requires_grad=True)
     target = torch.randint(0, 129, (4, 3), device="cuda")
-    loss = te.parallel_cross_entropy(logits, target, 0.1)
+    target[1, 2] = -100
+    factors = torch.rand(4, 3, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        loss = te.parallel_cross_entropy(logits, target, smoothing)
+        loss.backward(factors)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    wide = logits.detach().double().requires_grad_()
     wanted = torch.nn.functional.cross_entropy(
-        logits.detach().double().reshape(-1, 129),
-        target.reshape(-1),
-        reduction="none",
-        label_smoothing=0.1,
+        wide.reshape(-1, 129), target.reshape(-1), reduction="none", label_smoothing=smoothing
     )
+    wanted.backward(factors.double().reshape(-1))
     assert torch.allclose(loss.double().reshape(-1), wanted, rtol=1e-5, atol=1e-5)
-    loss.sum().backward()
-    assert logits.grad.dtype is torch.bfloat16
+    assert logits.grad.dtype is dtype
+    rounding = {torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-10}[dtype]
+    assert torch.allclose(logits.grad.double(), wide.grad, rtol=rounding, atol=1e-6)
+    assert not logits.grad[1, 2].any()

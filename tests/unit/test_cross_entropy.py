@@ -9,7 +9,7 @@ import torch.distributed as dist
 import te_fast.pytorch as te
 from cross_entropy_rank import CASES, IGNORED, losses_of, problem
 from selection import quickly
-from te_fast.errors import ArgumentError, DtypeError, ShapeError
+from te_fast.errors import ArgumentError, DtypeError, ShapeError, UnsupportedError
 from te_fast.pytorch.cross_entropy import parallel_cross_entropy
 
 TESTS = Path(__file__).parents[1]
@@ -25,8 +25,8 @@ def reference(logits, target, grad, case):
     counts = target != IGNORED
     losses = torch.where(counts, losses, 0.0)
     if case["reduce_loss"]:
-        losses = losses.sum() / counts.sum()
-    losses.backward((grad.sum() if case["reduce_loss"] else grad).double())
+        losses = (losses.sum() / counts.sum()).reshape(1)
+    losses.backward((grad.sum().reshape(1) if case["reduce_loss"] else grad).double())
     return losses.detach(), wide.grad.to(logits.dtype)
 
 
@@ -58,7 +58,7 @@ def test_a_vocabulary_that_ranks_share(fresh, tmp_path, ranks):
     arguments = [[str(rank), str(ranks), str(tmp_path)] for rank in range(ranks)]
     fresh.together(*(program.format(given, str(TESTS)) for given in arguments))
     found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(ranks)]
-    for case, *parts in zip(CASES, *found, strict=True):
+    for case, *parts in zip(2 * CASES, *found, strict=True):
         losses = [part[0] for part in parts]
         assert all(torch.equal(losses[0], loss) for loss in losses)
         check((losses[0], torch.cat([part[1] for part in parts], -1)), case)
@@ -69,11 +69,75 @@ def test_nothing_but_ignored_targets():
     target = torch.full((3,), -100)
     loss = parallel_cross_entropy(logits, target, reduce_loss=True)
     loss.backward()
+    assert loss.shape == (1,)
     assert loss.item() == 0.0
     assert not logits.grad.any()
     assert parallel_cross_entropy(torch.empty(0, 4), torch.empty(0, dtype=torch.int32)).shape == (
         0,
     )
+
+
+def test_losses_have_the_shape_of_the_logits():
+    logits, target = torch.randn(2, 3, 4), torch.tensor([0, 1, 2, 3, 0, 1])
+    assert parallel_cross_entropy(logits, target).shape == (2, 3)
+    assert parallel_cross_entropy(logits, target, reduce_loss=True).shape == (1,)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.3])
+def test_backward_keeps_one_tensor_and_rounds_last(smoothing):
+    """The factor of a loss comes before the gradient is rounded to BF16."""
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randn(4, 2, 7, generator=generator).bfloat16().requires_grad_()
+    target = torch.randint(0, 7, (4, 2), generator=generator)
+    target[3, 1] = IGNORED
+    factors = torch.rand(4, 2, generator=generator)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        losses = parallel_cross_entropy(logits, target, smoothing, ignore_idx=IGNORED)
+    assert [(t.dtype, t.numel()) for t in kept] == [(torch.float32, logits.numel())]
+    case = {"label_smoothing": smoothing, "reduce_loss": False}
+    for _ in range(2):
+        (got,) = torch.autograd.grad(losses, logits, factors, retain_graph=True)
+        _, wide = reference(logits.detach().float(), target, factors, case)
+        assert torch.equal(got, wide.bfloat16())
+        assert not got[3, 1].any()
+    with pytest.raises(UnsupportedError, match="cannot be differentiated again"):
+        torch.autograd.grad(losses, logits, factors, create_graph=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_strided_logits_of_other_types(dtype):
+    generator = torch.Generator().manual_seed(6)
+    base = torch.randn(3, 9, 2, generator=generator).to(dtype)
+    target = torch.randint(0, 9, (3, 2), generator=generator)
+    case = {"label_smoothing": 0.1, "reduce_loss": False}
+    leaf = base.clone().requires_grad_()
+    losses = parallel_cross_entropy(leaf.transpose(1, 2), target, 0.1, ignore_idx=IGNORED)
+    losses.backward(torch.ones(3, 2))
+    expected, gradient = reference(base.transpose(1, 2), target, torch.ones(3, 2), case)
+    assert torch.allclose(losses.double(), expected, atol=1e-6)
+    assert leaf.grad.dtype is dtype
+    assert torch.allclose(leaf.grad.transpose(1, 2).double(), gradient.double(), atol=1e-3)
+
+
+def test_without_gradients_nothing_is_kept():
+    logits, target = torch.randn(3, 4), torch.tensor([0, -100, 2])
+    expected = torch.nn.functional.cross_entropy(logits, target, reduction="none")
+    assert torch.equal(parallel_cross_entropy(logits, target), expected)
+    with torch.no_grad():
+        found = parallel_cross_entropy(logits.requires_grad_(), target)
+    assert torch.equal(found, expected)
+    assert not found.requires_grad
+
+
+def test_a_logit_that_is_nan_stays_in_its_row():
+    logits = torch.randn(3, 4)
+    logits[1, 2] = torch.nan
+    logits.requires_grad_()
+    losses = parallel_cross_entropy(logits, torch.tensor([0, 1, 2]))
+    losses.sum().backward()
+    assert losses.isnan().tolist() == [False, True, False]
+    assert logits.grad.isnan().any(1).tolist() == [False, True, False]
 
 
 def test_the_old_name_of_the_logits():
@@ -113,7 +177,7 @@ def test_logits_are_overwritten_by_their_gradient(dtype, smoothing, reduce):
     assert torch.allclose(got.double(), losses, rtol=1e-6, atol=1e-5)
     assert torch.equal(inp, logits)
     (gradient,) = torch.autograd.grad(
-        got, inp, (grad.sum() / 15 if reduce else grad).to(got.dtype), retain_graph=True
+        got, inp, ((grad.sum() / 15).reshape(1) if reduce else grad), retain_graph=True
     )
     assert gradient.data_ptr() == inp.data_ptr()
     tolerance = 2**-7 if dtype is torch.bfloat16 else 1e-5

@@ -49,6 +49,10 @@ PATHS = [
     ("module.rmsnorm", "RMSNorm", te.RMSNorm),
     ("module.fp8_padding", "Fp8Padding", te.Fp8Padding),
     ("module.fp8_unpadding", "Fp8Unpadding", te.Fp8Unpadding),
+    ("attention", "apply_rotary_pos_emb", te.attention.rope.apply_rotary_pos_emb),
+    ("attention", "_SplitAlongDim", te.utils.SplitAlongDim),
+    ("utils", "get_cudnn_version", te.get_cudnn_version),
+    ("fp8", "get_fp8_te_dtype", te.quantization.get_fp8_te_dtype),
 ]
 
 
@@ -79,9 +83,9 @@ def test_one_import_reaches_the_submodules(use, fresh):
         (te.optimizers, "multi_tensor_sgd"),
         (te.attention, "FusedMLAQUpProjRopeQuant"),
         (te, "cpp_extensions"),
-        (te.utils, "cast_if_needed"),
+        (te.utils, "mark_grouped_tensor"),
         (te.distributed, "symmetric_all_reduce"),
-        (te.fp8, "get_fp8_te_dtype"),
+        (te.fp8, "RecipeState"),
         (te.module.base, "initialize_ub"),
         (te.quantization, "CustomRecipeState"),
     ],
@@ -135,6 +139,9 @@ def test_older_code_finds_recipes_beside_the_region(name):
         (te.checkpoint, "te_fast.pytorch"),
         (te.moe_permute, "te_fast.pytorch"),
         (te.permutation.moe_dropped_rows, "te_fast.pytorch.permutation"),
+        (te.utils.SplitAlongDim, "te_fast.pytorch.utils"),
+        (te.jit.lazy_compile, "te_fast.pytorch.jit"),
+        (te.quantization.get_fp8_max, "te_fast.pytorch.quantization"),
         (te.quantization.DelayedScalingRecipeState, "te_fast.pytorch.quantization"),
         (TransformerEngineBaseModule, "te_fast.pytorch.module.base"),
         (te.ops.GELU, "te_fast.pytorch.ops"),
@@ -148,6 +155,53 @@ def test_things_say_where_users_import_them(thing, module):
     """Pickles hold these names."""
     assert thing.__module__ == module
     assert getattr(importlib.import_module(module), thing.__name__) is thing
+
+
+# What Transformer Engine's modules define, apart from the names that te_fast says it lacks (version 2.20).
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        (
+            "utils",
+            "SplitAlongDim all_close assert_dim_for_fp8_exec assert_viewless_tensor attention_mask_func "
+            "canonicalize_device canonicalize_dtype canonicalize_process_group cast_if_needed ceil_div "
+            "check_dim_for_fp8_exec clear_tensor_data combine_tensors compare_tensors deinterleave_glu_tensor "
+            "devices_match divide ensure_divisibility get_cached_ones_tensor get_cudnn_version get_default_init_method "
+            "get_device_compute_capability get_nvtx_range_context get_sm_count gpu_autocast_ctx init_method_constant "
+            "init_method_normal interleave_glu_tensor is_bf16_available is_bf16_compatible "
+            "is_non_tn_fp8_gemm_supported make_weak_ref needs_quantized_gemm nvtx_range_pop nvtx_range_push "
+            "print_rank_0 requires_grad round_up_to_nearest_multiple safely_set_viewless_tensor_data "
+            "scaled_init_method_normal split_tensor_along_dim torch_get_autocast_gpu_dtype validate_ctx_manager "
+            "validate_rng_states_func",
+        ),
+        (
+            "constants",
+            "DType TE_DType TE_DType_To_Torch FP8FwdTensorIdx FP8BwdTensorIdx AttnMaskTypes AttnTypes AttnBiasTypes "
+            "QKVLayouts LayerTypes GemmParallelModes dist_group_type MXFP8_BLOCK_SCALING_SIZE NVFP4_BLOCK_SCALING_SIZE",
+        ),
+        (
+            "jit",
+            "lazy_compile jit_fuser dropout_fuser no_torch_dynamo set_jit_fusion_options bias_gelu_fused_ gelu_fused_ "
+            "bgrad_dgelu_fused_ dgelu_fused_ l2normalization_fused_ l2normalization_fwd_fused_ "
+            "l2normalization_backward_fused_ bias_gelu_fused bgrad_dgelu_fused l2normalization_fused "
+            "l2normalization_fwd_fused l2normalization_backward_fused bias_dropout_add get_bias_dropout_add "
+            "bias_dropout_add_fused_train_ bias_dropout_add_fused_train bias_dropout_add_fused_inference_ "
+            "bias_dropout_add_fused_inference warmup_jit_bias_dropout_add warmup_jit_bias_dropout_add_all_dtypes "
+            "warmup_jit_bias_gelu warmup_jit_bias_gelu_all_dtypes warmup_jit_l2normalization "
+            "warmup_jit_l2normalization_all_dtypes",
+        ),
+        (
+            "quantization",
+            "get_fp8_torch_dtype get_fp8_te_dtype get_fp4_te_dtype get_fp8_max split_and_copy _update_amax_history "
+            "_default_get_amax_and_update_history _default_sf_compute _compute_amax_and_update_history "
+            "_compute_scaling_factor _amax_and_scale_update",
+        ),
+    ],
+    ids=lambda value: value.partition(" ")[0],
+)
+def test_functions_are_where_transformer_engine_has_them(module, names):
+    loaded = importlib.import_module(f"te_fast.pytorch.{module}")
+    assert [name for name in names.split() if not hasattr(loaded, name)] == []
 
 
 def test_the_version_that_the_names_are_those_of():

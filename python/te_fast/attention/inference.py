@@ -12,11 +12,7 @@ import torch
 from te_fast.errors import DtypeError, ShapeError, StateError
 from te_fast.layers.parameters import check_sizes
 from te_fast.runtime import capturing
-from te_fast.runtime.device import default_device
-
-
-def _device() -> torch.device:
-    return torch.device("cuda") if torch.cuda.is_available() else default_device()
+from te_fast.runtime.device import gpu_or_default
 
 
 class KVCacheManager:
@@ -196,7 +192,7 @@ class NonPagedKVCacheManager(_CachesInRows):
         dtype: torch.dtype,
         head_dim_v: int | None = None,
     ) -> None:
-        device, channels = _device(), (head_dim_k, head_dim_v)
+        device, channels = gpu_or_default(), (head_dim_k, head_dim_v)
         super().__init__((max_batch_size, max_seqlen), num_heads, channels, dtype, device)
         self.max_batch_size, self.max_seqlen = max_batch_size, max_seqlen
         # Number of the row that each row of the batch had in the step before.
@@ -292,7 +288,7 @@ class PagedKVCacheManager(_CachesInRows):
         max_seqlen: int,
         head_dim_v: int | None = None,
     ) -> None:
-        device, channels = _device(), (head_dim_k, head_dim_v)
+        device, channels = gpu_or_default(), (head_dim_k, head_dim_v)
         super().__init__((total_num_pages, page_size), num_heads, channels, dtype, device)
         self.total_num_pages, self.page_size = total_num_pages, page_size
         self.max_batch_size, self.max_seqlen = max_batch_size, max_seqlen
@@ -593,7 +589,7 @@ class InferenceParams:
         self._new_tokens: tuple[int, int] | None = None
 
     def _make_lengths(self) -> None:
-        kind: dict[str, Any] = {"dtype": torch.int32, "device": _device()}
+        kind: dict[str, Any] = {"dtype": torch.int32, "device": gpu_or_default()}
         self.cu_seqlens_q = torch.zeros(self.max_batch_size + 1, **kind)
         self.cu_seqlens_kv = torch.zeros(self.max_batch_size + 1, **kind)
         self.pre_step_seqlens = torch.zeros(self.max_batch_size, **kind)

@@ -10,11 +10,59 @@ from torch import distributed
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from te_fast.errors import ArgumentError, DtypeError, RanksError, ShapeError, StateError
+from te_fast.errors import (
+    ArgumentError,
+    DtypeError,
+    RanksError,
+    ShapeError,
+    StateError,
+    UnsupportedError,
+)
+
+
+class _Losses(torch.autograd.Function):
+    """Loss of each row of whole logits ``(rows, vocabulary)``; forward computes the gradient, which is all it keeps."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, target: torch.Tensor, smoothing: float, ignored: int
+    ) -> torch.Tensor:
+        logs = functional.log_softmax(logits, 1, dtype=torch.float32)
+        losses = functional.nll_loss(logs, target, ignore_index=ignored, reduction="none")
+        uniform, is_ignored = smoothing / max(logits.shape[1], 1), target == ignored
+        if smoothing:
+            losses = losses.mul_(1.0 - smoothing).sub_(logs.sum(1), alpha=uniform)
+            losses.masked_fill_(is_ignored, 0.0)
+        # The differences of probabilities, in FP32: a factor of the loss comes before they are rounded.
+        share = logs.exp_()
+        if smoothing:
+            share.sub_(uniform)
+        column = target.masked_fill(is_ignored, 0)
+        share.scatter_add_(1, column[:, None], share.new_full((len(column), 1), smoothing - 1.0))
+        ctx.save_for_backward(share)
+        # No saved tensor: neither an input nor a result, and small.
+        ctx.is_ignored, ctx.dtype = is_ignored, logits.dtype
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        if torch.is_grad_enabled():
+            message = (
+                "parallel_cross_entropy: its gradient cannot be differentiated again; call backward without "
+                "create_graph=True, or take torch.nn.functional.cross_entropy"
+            )
+            raise UnsupportedError(message)
+        (share,) = ctx.saved_tensors
+        factor = grad.masked_fill(ctx.is_ignored, 0.0)[:, None]
+        result = torch.empty_like(share, dtype=ctx.dtype)
+        return torch.mul(share, factor, out=result), None, None, None
 
 
 class _RowLosses(torch.autograd.Function):
-    """Loss of each row of logits ``(rows, vocabulary / ranks)``; backward computes the softmax again."""
+    """Loss of each row of a share of logits ``(rows, columns)``; backward computes the softmax again.
+
+    `width` is the number of columns that count: columns behind them are minus infinity.
+    """
 
     @staticmethod
     def forward(
@@ -23,33 +71,32 @@ class _RowLosses(torch.autograd.Function):
         target: torch.Tensor,
         smoothing: float,
         group: Any,
+        width: int,
         overwrites: bool,
     ) -> torch.Tensor:
-        columns, (rank, ranks) = logits.shape[1], _place(group)
-        column = target - columns * rank
-        is_here = (column >= 0) & (column < columns)
-        column = torch.where(is_here, column, 0)
         values = logits.float()
-        largest = values.amax(1)
-        if ranks > 1:
-            _reduce(largest, distributed.ReduceOp.MAX, group)
+        largest, first, vocabulary = _reduced_maxima(values.amax(1), width, group)
+        column = target - first
+        is_here = (column >= 0) & (column < width)
+        column = torch.where(is_here, column, 0)
         values = values - largest[:, None]
         zero = values.new_zeros(())
         predicted = torch.where(is_here, values.gather(1, column[:, None])[:, 0], zero)
         # Only with smoothing: logits of minus infinity have no mean.
-        total = values.sum(1) if smoothing else torch.zeros_like(predicted)
+        total = values[:, :width].sum(1) if smoothing else torch.zeros_like(predicted)
         sums = torch.stack([values.exp_().sum(1), predicted, total, is_here.float()])
-        if ranks > 1:
+        if _place(group)[1] > 1:
             _reduce(sums, distributed.ReduceOp.SUM, group)
         log_sum, predicted, total = sums[0].log(), sums[1], sums[2]
         # As in Transformer Engine: no rank has the target.
         predicted = predicted.masked_fill(sums[3] == 0, -torch.inf)
-        uniform = smoothing / (columns * ranks)
+        uniform = smoothing / vocabulary
         # Summing first would round away the differences of large logits.
-        ctx.save_for_backward(logits, largest, log_sum, column, is_here)
-        ctx.smoothing, ctx.uniform, ctx.overwrites = smoothing, uniform, overwrites
+        ctx.save_for_backward(logits, largest, log_sum, column, is_here, uniform)
+        ctx.smoothing, ctx.overwrites = smoothing, overwrites
         ctx.is_overwritten = False
-        return log_sum - (1.0 - smoothing) * predicted - uniform * total
+        losses = log_sum - (1.0 - smoothing) * predicted
+        return losses - uniform * total if smoothing else losses
 
     @staticmethod
     @once_differentiable
@@ -60,15 +107,33 @@ class _RowLosses(torch.autograd.Function):
                 "where the logits were; leave overwrite_input at its default to run it again"
             )
             raise StateError(message)
-        logits, largest, log_sum, column, is_here = ctx.saved_tensors
+        logits, largest, log_sum, column, is_here, uniform = ctx.saved_tensors
         share = (logits.float() - largest[:, None]).sub_(log_sum[:, None]).exp_()
-        share.sub_(ctx.uniform)
+        if ctx.smoothing:
+            share.sub_(uniform)
         wanted = torch.where(is_here, -(1.0 - ctx.smoothing), 0.0).to(share.dtype)
         share.scatter_add_(1, column[:, None], wanted[:, None])
         share.mul_(grad[:, None])
         ctx.is_overwritten = ctx.overwrites
         result = logits.detach().copy_(share) if ctx.overwrites else share.to(logits.dtype)
-        return result, None, None, None, None
+        return result, None, None, None, None, None
+
+
+def _reduced_maxima(
+    largest: torch.Tensor, width: int, group: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the largest logit of each row over ranks, the number of this rank's first column, and of all columns.
+
+    Ranks tell each other their widths by the reduction of the maxima, so that nothing waits for the GPU.
+    """
+    rank, ranks = _place(group)
+    widths = largest.new_zeros(ranks)
+    widths[rank] = width
+    if ranks > 1:
+        both = torch.cat([largest, widths])
+        _reduce(both, distributed.ReduceOp.MAX, group)
+        largest, widths = both[:-ranks], both[-ranks:]
+    return largest, widths[:rank].sum().long(), widths.sum()
 
 
 def _place(group: Any) -> tuple[int, int]:
@@ -110,13 +175,14 @@ def parallel_cross_entropy(
 ) -> torch.Tensor:
     """Return the cross entropy of logits, computed in FP32.
 
-    On one rank it is torch's own. If ranks share the vocabulary, it takes two small reductions, and backward computes
-    the softmax again instead of keeping it.
+    On one rank forward keeps the gradient of the logits, in FP32, and nothing else. If ranks share the vocabulary, the
+    loss takes two small reductions, and backward computes the softmax again instead of keeping it.
 
     Parameters
     ----------
     inp : torch.Tensor
-        Logits ``(..., vocabulary)``; with several ranks, each has an equal share of the columns, in the order of ranks.
+        Logits ``(..., vocabulary)``; with several ranks, each has a share of the columns, in the order of ranks. Shares
+        may be of different width.
     target : torch.Tensor
         Integers ``(...)``, numbers in the whole vocabulary. With several ranks the loss of another number is infinite.
     label_smoothing : float, default = 0.0
@@ -138,7 +204,7 @@ def parallel_cross_entropy(
     Returns
     -------
     torch.Tensor
-        FP32, of the target's shape, or of one element.
+        FP32, ``(...)`` as the logits without their last dimension; with `reduce_loss` ``(1,)``.
 
     Raises
     ------
@@ -149,8 +215,11 @@ def parallel_cross_entropy(
     ArgumentError
         If `label_smoothing` is not from 0 to 1.
     RanksError
-        If this rank is not in the group, or another rank is gone. Ranks do not compare their shapes, since the function
-        would have to wait for the GPU.
+        If this rank is not in the group, or another rank is gone. Ranks do not compare how many rows they have, since
+        the function would have to wait for the GPU.
+
+    UnsupportedError
+        If a gradient is to be differentiated again.
 
     See Also
     --------
@@ -177,22 +246,34 @@ def parallel_cross_entropy(
             f"{inp.stride()} of shape {list(inp.shape)}"
         )
         raise ShapeError(message)
+    smoothing = float(label_smoothing)
     if _place(dist_process_group)[1] == 1 and not overwrites:
-        losses = functional.cross_entropy(
-            rows.float(),
-            columns,
-            ignore_index=ignore_idx,
-            reduction="none",
-            label_smoothing=label_smoothing,
-        )
+        losses = _losses(rows, columns, smoothing, ignore_idx)
     else:
-        losses = _RowLosses.apply(
-            rows, columns, float(label_smoothing), dist_process_group, overwrites
-        )
+        width = rows.shape[1]
+        if width == 0:  # this rank has no share; its gradient stays empty
+            rows = functional.pad(rows, (0, 1), value=-torch.inf)
+        losses = _RowLosses.apply(rows, columns, smoothing, dist_process_group, width, overwrites)
         losses = torch.where(columns == ignore_idx, 0.0, losses)
     if reduce_loss:
-        return losses.sum() / (columns != ignore_idx).sum().clamp(min=1)
-    return losses.reshape(target.shape)
+        return losses.sum() / (columns != ignore_idx).sum().clamp(min=1).reshape(1)
+    return losses.reshape(inp.shape[:-1])
+
+
+def _losses(
+    rows: torch.Tensor, columns: torch.Tensor, smoothing: float, ignored: int
+) -> torch.Tensor:
+    """Return the losses of whole rows: torch's own where they need no gradient, or a compiler fuses it."""
+    if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and rows.requires_grad):
+        return functional.cross_entropy(
+            rows.float(),
+            columns,
+            ignore_index=ignored,
+            reduction="none",
+            label_smoothing=smoothing,
+        )
+    losses: torch.Tensor = _Losses.apply(rows, columns, smoothing, ignored)
+    return losses
 
 
 def _check(inp: Any, target: Any, smoothing: float) -> None:

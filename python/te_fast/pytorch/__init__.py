@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from te_fast.pytorch import cross_entropy as cross_entropy
     from te_fast.pytorch import custom_recipes as custom_recipes
     from te_fast.pytorch import graph as graph
+    from te_fast.pytorch import jit as jit
     from te_fast.pytorch import ops
     from te_fast.pytorch import optimizers as optimizers
     from te_fast.pytorch import permutation as permutation
@@ -105,7 +106,11 @@ if TYPE_CHECKING:
         moe_unpermute,
     )
     from te_fast.pytorch.transformer import TransformerLayer
-    from te_fast.pytorch.utils import deinterleave_glu_tensor, interleave_glu_tensor
+    from te_fast.pytorch.utils import (
+        deinterleave_glu_tensor,
+        get_cudnn_version,
+        interleave_glu_tensor,
+    )
 
 __all__ = [
     "CPLoadBalancingStrategy",
@@ -153,6 +158,7 @@ __all__ = [
     "fp8_model_init",
     "get_align_size_for_quantization",
     "get_cpu_offload_context",
+    "get_cudnn_version",
     "get_default_recipe",
     "get_device_compute_capability",
     "interleave_glu_tensor",
@@ -182,7 +188,7 @@ __all__ = [
 
 # Modules that a linear layer does not need are imported at first use; with each, its share of the names above.
 _MODULES = (
-    "attention cpu_offload cross_entropy custom_recipes graph ops optimizers permutation router "
+    "attention cpu_offload cross_entropy custom_recipes graph jit ops optimizers permutation router "
     "transformer utils"
 )
 _NAMES = {
@@ -195,7 +201,7 @@ _NAMES = {
     "graph": ("make_graphed_callables",),
     "permutation": tuple(name for name in __all__ if name.startswith("moe_")),
     "transformer": ("TransformerLayer",),
-    "utils": ("deinterleave_glu_tensor", "interleave_glu_tensor"),
+    "utils": ("deinterleave_glu_tensor", "get_cudnn_version", "interleave_glu_tensor"),
 }
 _DEFERRED = {"MoE": "te_fast.experts.block"}
 _DEFERRED |= {name: f"{__name__}.{name}" for name in _MODULES.split()}

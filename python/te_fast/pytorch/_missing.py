@@ -18,16 +18,22 @@ _TOOLS = (
     ""
     "onnx_export CusolverMpCtx newton_schulz "
     "newton_schulz_tp initialize_ub destroy_ub "
-    "UserBufferQuantizationMode get_cudnn_version"
+    "UserBufferQuantizationMode"
 )
 _SUBMODULES = (
-    "cpp_extensions cpu_offload_v1 distributed_weight dynamo ep export jit newton_schulz "
+    "cpp_extensions cpu_offload_v1 distributed_weight dynamo ep export newton_schulz "
     "onnx_extensions triton"
 )
-_OLD_QUANTIZATION = "RecipeState get_fp4_te_dtype get_fp8_max get_fp8_te_dtype split_and_copy"
+_OLD_QUANTIZATION = "RecipeState"
 _NAMES = {
     "te_fast.pytorch": f"{_LINEAR_ATTENTION} {_QUANTISATION} {_TENSORS} {_TOOLS} {_SUBMODULES}",
     "te_fast.pytorch.attention": f"{_LINEAR_ATTENTION} linear_attention",
+    "te_fast.pytorch.attention.dot_product_attention.utils": (
+        "AttentionLogging AttentionParams ConvertBSHDtoTHD ConvertTHDtoBSHD FlashAttentionUtils PackTensors "
+        "UnpackTensor combine_and_dequantize combine_and_quantize get_alibi get_attention_backend "
+        "get_attention_quantizers get_qkv_layout mxfp8_quantize_fast_path mxfp8_quantize_only "
+        "mxfp8_transpose_swizzle print_quantizers qkv_layout_needs_detection transpose_to_bhsd_htd_pytorch"
+    ),
     "te_fast.pytorch.ops": "ScaledTanhSReLU is_op_fuser_grouped_tensor_path_supported",
     "te_fast.pytorch.ops.basic": "ScaledTanhSReLU is_op_fuser_grouped_tensor_path_supported",
     "te_fast.pytorch.router": (
@@ -35,24 +41,7 @@ _NAMES = {
         "mark_qb_bin_bounds_validated"
     ),
     "te_fast.pytorch.distributed": ("FullyShardedDataParallel symmetric_all_reduce"),
-    "te_fast.pytorch.utils": (
-        "SplitAlongDim all_close assert_dim_for_fp8_exec assert_viewless_tensor attention_mask_func "
-        "canonicalize_device canonicalize_dtype canonicalize_process_group cast_if_needed ceil_div "
-        "check_dim_for_fp8_exec clear_tensor_data combine_tensors compare_tensors "
-        "devices_match divide ensure_divisibility get_cached_ones_tensor "
-        "get_cudnn_version get_default_init_method get_nvtx_range_context get_sm_count "
-        "init_method_constant init_method_normal is_bf16_compatible "
-        "is_non_tn_fp8_gemm_supported mark_grouped_tensor needs_quantized_gemm nvtx_range_pop "
-        "nvtx_range_push print_rank_0 requires_grad resolve_grouped_linear_single_param_flags "
-        "round_up_to_nearest_multiple safely_set_viewless_tensor_data scaled_init_method_normal "
-        "split_tensor_along_dim torch_get_autocast_gpu_dtype validate_ctx_manager "
-        "validate_rng_states_func"
-    ),
-    "te_fast.pytorch.constants": (
-        "AttnBiasTypes AttnMaskTypes AttnTypes LayerTypes QKVLayouts "
-        "GemmParallelModes MXFP8_BLOCK_SCALING_SIZE "
-        "NVFP4_BLOCK_SCALING_SIZE dist_group_type"
-    ),
+    "te_fast.pytorch.utils": "mark_grouped_tensor resolve_grouped_linear_single_param_flags",
     "te_fast.pytorch.tensor": (
         f"{_TENSORS} GroupedTensor GroupedTensorStorage grouped_tensor mxfp8_tensor nvfp4_tensor"
     ),

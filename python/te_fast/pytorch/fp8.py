@@ -21,7 +21,11 @@ from te_fast.pytorch.quantization import (
     fp8_autocast,
     fp8_model_init,
     get_default_fp8_recipe,
+    get_fp4_te_dtype,
+    get_fp8_max,
+    get_fp8_te_dtype,
     get_fp8_torch_dtype,
+    split_and_copy,
 )
 
 __all__ = [
@@ -42,7 +46,11 @@ __all__ = [
     "fp8_autocast",
     "fp8_model_init",
     "get_default_fp8_recipe",
+    "get_fp4_te_dtype",
+    "get_fp8_max",
+    "get_fp8_te_dtype",
     "get_fp8_torch_dtype",
+    "split_and_copy",
 ]
 
 

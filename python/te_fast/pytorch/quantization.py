@@ -1,8 +1,15 @@
 """Autocast regions, their state, and which recipes can run, where Transformer Engine has them."""
 
 from te_fast._names import publish
+from te_fast.helpers.number_formats import (
+    get_fp4_te_dtype,
+    get_fp8_max,
+    get_fp8_te_dtype,
+    split_and_copy,
+)
 from te_fast.pytorch._missing import missing
 from te_fast.recipe.roles import DelayedScalingRequest, QuantizerRequest, QuantizerRole
+from te_fast.runtime import scale_update
 from te_fast.runtime.autocast import (
     autocast,
     fp8_autocast,
@@ -47,6 +54,9 @@ __all__ = [
     "get_default_fp8_recipe",
     "get_default_recipe",
     "get_device_compute_capability",
+    "get_fp4_te_dtype",
+    "get_fp8_max",
+    "get_fp8_te_dtype",
     "get_fp8_torch_dtype",
     "is_bf16_available",
     "is_fp8_available",
@@ -54,7 +64,15 @@ __all__ = [
     "is_mxfp8_available",
     "is_nvfp4_available",
     "quantized_model_init",
+    "split_and_copy",
 ]
+
+_update_amax_history = scale_update.update_history
+_compute_amax_and_update_history = scale_update.amax_and_updated_history
+_default_get_amax_and_update_history = scale_update.amax_and_updated_history
+_default_sf_compute = scale_update.default_scale
+_compute_scaling_factor = scale_update.scaling_factor
+_amax_and_scale_update = scale_update.update
 
 publish(__name__)
 

@@ -21,8 +21,8 @@ from te_fast.errors import RanksError, RecipeError, StateError
 from te_fast.recipe import DelayedScaling, Format, Recipe
 from te_fast.runtime import native
 from te_fast.runtime.collectives import named
+from te_fast.runtime.scale_update import largest_of, scaling_factor, update_history
 
-_F32_MAX = torch.finfo(torch.float32).max
 # torch without torch.distributed has no such function.
 _is_initialized = getattr(torch.distributed, "is_initialized", lambda: False)
 
@@ -417,23 +417,13 @@ def _update_unfused(state: DelayedScalingRecipeState, largest: float) -> None:
     Unlike the kernel, this rolls the history also when the newest maximum is 0.
     """
     recipe, history, scale = state.recipe, state.amax_history, state.scale
-    algorithm = recipe.amax_compute_algo
-    if callable(algorithm):
-        amax = _checked(algorithm(history), state, "amax_compute_algo")
-    elif algorithm == "max":
-        amax = history.amax(dim=0)
-    else:
-        amax = history[0].clone()
-    if history.shape[0] > 1:
-        history.copy_(torch.roll(history, -1, 0))
-    history[0].zero_()
-    if recipe.scaling_factor_compute_algo is not None:
-        made = recipe.scaling_factor_compute_algo(amax, scale, largest, recipe)
+    amax = largest_of(history, recipe.amax_compute_algo)
+    if callable(recipe.amax_compute_algo):
+        amax = _checked(amax, state, "amax_compute_algo")
+    update_history(history)
+    made = scaling_factor(amax, scale, largest, recipe)
+    if made is not scale:
         scale.copy_(_checked(made, state, "scaling_factor_compute_algo"))
-        return
-    fresh = (largest / amax) / (2**recipe.margin)
-    fresh = torch.where((amax > 0.0) & torch.isfinite(amax), fresh, scale)
-    scale.copy_(torch.where(torch.isinf(fresh), torch.full_like(fresh, _F32_MAX), fresh))
 
 
 native.delayed_callbacks(_world_size, _agree, _all_reduce, _update_in_python)

@@ -62,6 +62,11 @@ def default_device() -> torch.device:
         return torch.get_default_device()
 
 
+def gpu_or_default() -> torch.device:
+    """Return the current GPU; on a machine without one, torch's default device."""
+    return torch.device("cuda") if torch.cuda.is_available() else default_device()
+
+
 def check_device(device: torch.device | str | None, layer: str) -> torch.device:
     """Return a device for parameters; for None, torch's default device.
 

@@ -4,7 +4,8 @@ from te_fast._names import publish
 from te_fast.attention.dot_product import DotProductAttention
 from te_fast.attention.inference import InferenceParams
 from te_fast.attention.multi_head import MultiheadAttention
-from te_fast.attention.rope import RotaryPositionEmbedding
+from te_fast.attention.rope import RotaryPositionEmbedding, apply_rotary_pos_emb
+from te_fast.helpers.splitting import SplitAlongDim
 from te_fast.pytorch._missing import missing
 from te_fast.pytorch.attention import (
     dot_product_attention,
@@ -18,11 +19,15 @@ __all__ = [
     "InferenceParams",
     "MultiheadAttention",
     "RotaryPositionEmbedding",
+    "apply_rotary_pos_emb",
     "dot_product_attention",
     "inference",
     "multi_head_attention",
     "rope",
 ]
+
+# The name of older versions.
+_SplitAlongDim = SplitAlongDim
 
 publish(__name__)
 
