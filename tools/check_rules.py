@@ -54,6 +54,7 @@ LAYERS: dict[str, set[str]] = {
     "offload": {"runtime", "tensor"},
     "optimizers": {"tensor"},
     "convert_checkpoint": {"state", "tensor"},
+    "tex": {"dispatch", "moe", "optimizers", "runtime", "tensor"},
     "common": {"recipe"},
     "pytorch": {
         "attention",
@@ -71,13 +72,14 @@ LAYERS: dict[str, set[str]] = {
         "recipe",
         "runtime",
         "tensor",
+        "tex",
     },
     "profiling": {"common", "dispatch", "pytorch"},
     "doctor": {"convert", "profiling", "pytorch"},
 }
 # Signatures that are Transformer Engine's, not ours.
 TE_SIGNATURES = re.compile(
-    r"^python/te_fast/(attention|graphed|layers|losses|moe|offload|ops|optimizers|parallel|recipe|runtime|tensor)/"
+    r"^python/te_fast/(attention|graphed|layers|losses|moe|offload|ops|optimizers|parallel|recipe|runtime|tensor|tex)/"
 )
 
 

@@ -78,7 +78,7 @@ def test_one_import_reaches_the_submodules(use, fresh):
         (te.cpu_offload, "start_offload"),
         (te.optimizers, "multi_tensor_sgd"),
         (te.attention, "FusedMLAQUpProjRopeQuant"),
-        (te, "cpp_extensions"),
+        (te.cpp_extensions, "fused_attn_fwd"),
         (te.utils, "cast_if_needed"),
         (te.distributed, "symmetric_all_reduce"),
         (te.fp8, "get_fp8_te_dtype"),

@@ -21,8 +21,7 @@ _TOOLS = (
     "UserBufferQuantizationMode get_cudnn_version"
 )
 _SUBMODULES = (
-    "cpp_extensions cpu_offload_v1 distributed_weight dynamo ep export jit newton_schulz "
-    "onnx_extensions triton"
+    "cpu_offload_v1 distributed_weight dynamo ep export jit newton_schulz onnx_extensions triton"
 )
 _OLD_QUANTIZATION = "RecipeState get_fp4_te_dtype get_fp8_max get_fp8_te_dtype split_and_copy"
 _NAMES = {
