@@ -54,7 +54,7 @@ LAYERS: dict[str, set[str]] = {
     "offload": {"runtime", "tensor"},
     "optimizers": {"tensor"},
     "convert_checkpoint": {"state", "tensor"},
-    "tex": {"dispatch", "moe", "optimizers", "runtime", "tensor"},
+    "tex": {"attention", "dispatch", "moe", "optimizers", "runtime", "tensor"},
     "common": {"recipe"},
     "pytorch": {
         "attention",

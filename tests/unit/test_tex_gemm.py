@@ -47,7 +47,9 @@ def test_layouts(layout, dtype, sizes):
     )
     result, bias_grad, gelu_input, extra = general_gemm(a, b, layout=layout)
     close(result, expected(a, b, layout), dtype)
-    assert bias_grad is None and gelu_input is None and extra is None
+    assert bias_grad is None
+    assert gelu_input is None
+    assert extra is None
     wide = general_gemm(a, b, torch.float32, layout=layout)[0]
     close(wide, expected(a, b, layout), torch.float32)
 
@@ -56,7 +58,8 @@ def test_leading_dimensions_strides_and_autograd():
     a = random(16, 64)[:, ::2].requires_grad_()
     b = random(3, 32, 5).transpose(1, 2).requires_grad_()
     result = general_gemm(a, b)[0]
-    assert result.shape == (3, 5, 16) and not result.requires_grad
+    assert result.shape == (3, 5, 16)
+    assert not result.requires_grad
     close(result, (b.double() @ a.double().t()).detach(), torch.float32)
     assert general_gemm(a, b[0, 0])[0].shape == (16,)
 
@@ -182,7 +185,8 @@ def test_quantised_results(quantizer, is_fp8):
         a, b = current()(a), current()(b)
     plain = general_gemm(a, b, torch.float32)[0]
     made = general_gemm(a, b, torch.bfloat16, quantizer)[0]
-    assert isinstance(made, te.QuantizedTensor) and made.dtype is torch.bfloat16
+    assert isinstance(made, te.QuantizedTensor)
+    assert made.dtype is torch.bfloat16
     casts_sums = is_fp8 and isinstance(quantizer, te.Float8Quantizer)
     want = quantizer(plain if casts_sums else plain.bfloat16())
     assert torch.equal(made.dequantize().float(), want.dequantize().float())
@@ -202,14 +206,16 @@ def test_empty(sizes):
     wgrad, bias_grad, _, _ = general_gemm(
         torch.ones(0, 16), dy, layout="NT", grad=True, bias=torch.ones(8)
     )
-    assert torch.equal(wgrad, torch.zeros(8, 16)) and torch.equal(bias_grad, torch.zeros(8))
+    assert torch.equal(wgrad, torch.zeros(8, 16))
+    assert torch.equal(bias_grad, torch.zeros(8))
 
 
 def test_values_that_are_not_finite():
     a, b = torch.ones(16, 32), torch.ones(2, 32)
     b[0, 0], b[1, 3] = torch.nan, torch.inf
     result = general_gemm(a, b)[0]
-    assert result[0].isnan().all() and (result[1] == torch.inf).all()
+    assert result[0].isnan().all()
+    assert (result[1] == torch.inf).all()
 
 
 def test_the_extensions_function_returns_a_list():
@@ -217,7 +223,8 @@ def test_the_extensions_function_returns_a_list():
     workspace = torch.empty(0, dtype=torch.uint8)
     arguments = (a, True, b, False, None, None, te.DType.kBFloat16, None, te.DType.kBFloat16)
     result = tex.generic_gemm(*arguments, False, None, False, workspace, 0, False, False)
-    assert type(result) is list and len(result) == 4
+    assert type(result) is list
+    assert len(result) == 4
     close(result[0], expected(a, b, "TN"), torch.bfloat16)
     quantizer = blocks(1)
     x, w = (quantizer(random(*shape)) for shape in ((128, 256), (16, 256)))
@@ -276,7 +283,8 @@ def test_groups(layout):
     wants = [expected(*pair, layout) for pair in pairs]
     outs = [torch.full(want.shape, 7.0) for want in wants]
     got, biases, before = general_grouped_gemm(a, b, outs, [None] * 3, torch.float32, layout)
-    assert got is outs and [one.numel() for one in (*biases, *before)] == [0] * 6
+    assert got is outs
+    assert [one.numel() for one in (*biases, *before)] == [0] * 6
     for out, want in zip(outs, wants, strict=True):
         close(out, want, torch.float32)
     general_grouped_gemm(a, b, outs, [None] * 3, torch.float32, layout, accumulate=True)
@@ -292,7 +300,8 @@ def test_groups_with_one_result_biases_and_gelu():
     out = torch.full((10, 16), 7.0)
     options = {"m_splits": rows, "single_output": True, "bias": bias, "use_bias": True}
     got, biases, _ = general_grouped_gemm(a, b, [out], [None] * 3, torch.float32, **options)
-    assert got[0] is out and all(x is y for x, y in zip(biases, bias, strict=True))
+    assert got[0] is out
+    assert all(x is y for x, y in zip(biases, bias, strict=True))
     wants = [expected(*pair, "TN") + one.double() for *pair, one in zip(a, b, bias, strict=True)]
     close(out[:8], torch.cat(wants), torch.float32)
     assert (out[8:] == 7).all()
@@ -320,8 +329,8 @@ def test_errors_of_groups():
         )
     with pytest.raises(ShapeError, match="2 elements"):
         general_grouped_gemm(a, b, [torch.ones(4, 16)], [None] * 2, torch.float32)
+    outs = [torch.ones(4, 16)] * 2
     with pytest.raises(UnsupportedError, match="gelu"):
-        outs = [torch.ones(4, 16)] * 2
         general_grouped_gemm(a, b, outs, [None] * 2, torch.float32, gelu=True, grad=True)
 
 

@@ -1,5 +1,7 @@
 """Packed sequences under context parallelism, against loops over sequences."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -22,7 +24,7 @@ def random(*shape, dtype=torch.float32, seed=0):
 
 def spans(bounds, half=None):
     """First and last token of each sequence, or of one of its halves."""
-    for begin, end in zip(bounds, bounds[1:]):  # noqa: B905
+    for begin, end in itertools.pairwise(bounds):
         middle = (begin + end) // 2
         yield {None: (begin, end), 0: (begin, middle), 1: (middle, end)}[half]
 

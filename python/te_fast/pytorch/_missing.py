@@ -60,10 +60,7 @@ _NAMES = {
         "GroupedTensorStorage HybridQuantizedTensorStorage IdentityTensorStorage "
         "MXFP8TensorStorage NVFP4TensorStorage"
     ),
-    "te_fast.pytorch.optimizers": (
-        "multi_tensor_adam multi_tensor_adam_capturable multi_tensor_adam_capturable_master "
-        "multi_tensor_adam_fp8 multi_tensor_sgd"
-    ),
+    "te_fast.pytorch.optimizers": "multi_tensor_adam_fp8",
     "te_fast.pytorch.cpu_offload": "is_cpu_offload_enabled mark_activation_offload start_offload",
     "te_fast.pytorch.fp8": _OLD_QUANTIZATION,
     "te_fast.pytorch.module": (

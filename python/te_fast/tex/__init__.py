@@ -44,6 +44,17 @@ from te_fast.tex.queries import (
     nvte_built_with_cublasmp,
     ubuf_built_with_mpi,
 )
+from te_fast.tex.rope import fused_rope_backward, fused_rope_forward
+from te_fast.tex.scaled import (
+    scaled_clamped_dswiglu,
+    scaled_clamped_swiglu,
+    scaled_dsituglu,
+    scaled_dsrelu,
+    scaled_dswiglu,
+    scaled_situglu,
+    scaled_srelu,
+    scaled_swiglu,
+)
 from te_fast.tex.scaling import (
     compute_amax,
     fp8_block_scaling_compute_partial_amax,
@@ -81,6 +92,8 @@ __all__ = [
     "fp8_block_scaling_partial_cast",
     "fp8_transpose",
     "fused_amax_and_scale_update_after_reduction",
+    "fused_rope_backward",
+    "fused_rope_forward",
     "generic_gemm",
     "get_cublasLt_version",
     "get_cudnn_version",
@@ -94,6 +107,14 @@ __all__ = [
     "rmsnorm_bwd",
     "rmsnorm_bwd_add",
     "rmsnorm_fwd",
+    "scaled_clamped_dswiglu",
+    "scaled_clamped_swiglu",
+    "scaled_dsituglu",
+    "scaled_dsrelu",
+    "scaled_dswiglu",
+    "scaled_situglu",
+    "scaled_srelu",
+    "scaled_swiglu",
     "situglu",
     "split_quantize",
     "swap_first_dims",

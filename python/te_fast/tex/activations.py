@@ -47,13 +47,28 @@ def _result(out: ActivationOutputs, made: Any, shape: torch.Size, quantizer: Any
     return finished(out.high_precision.view(shape), quantizer)
 
 
-def _forward(
+def forward(
     op: str,
     function: ActivationFunction,
     x: torch.Tensor,
     quantizer: Any,
     row_scale: torch.Tensor | None = None,
 ) -> Any:
+    """Apply a function, and quantise the result.
+
+    Parameters
+    ----------
+    op : str
+        Name for errors.
+    function : ActivationFunction
+        The function.
+    x : torch.Tensor
+        ``(..., halves * cols)``.
+    quantizer : Quantizer or None
+        Quantises the result.
+    row_scale : torch.Tensor, optional
+        Factors of the rows.
+    """
     _check(op, function, x, quantizer)
     shape = torch.Size((*x.shape[:-1], x.shape[-1] // function.halves))
     out, scales, made = _outputs(x, shape, quantizer)
@@ -61,7 +76,7 @@ def _forward(
     return _result(out, made, shape, quantizer)
 
 
-def _backward(
+def backward(
     op: str,
     function: ActivationFunction,
     grad: torch.Tensor,
@@ -70,6 +85,17 @@ def _backward(
     sums: dict[str, torch.Tensor] | None = None,
     row_scale: torch.Tensor | None = None,
 ) -> Any:
+    """Differentiate a function, and quantise the gradient of its input.
+
+    Parameters
+    ----------
+    op, function, x, quantizer, row_scale
+        As of :func:`forward`.
+    grad : torch.Tensor
+        Gradient of the result.
+    sums : dict, optional
+        More outputs of the kernel, by their names in :class:`te_fast.dispatch.ActivationOutputs`.
+    """
     _check(op, function, x, quantizer)
     out, scales, made = _outputs(x, x.shape, quantizer)
     out = out._replace(**(sums or {}))
@@ -83,7 +109,7 @@ def _make_forward(name: str) -> Callable[..., Any]:
     function = ActivationFunction(name)
 
     def apply(input: torch.Tensor, quantizer: Any) -> Any:
-        return _forward(name, function, input, quantizer)
+        return forward(name, function, input, quantizer)
 
     half = ", of which the first half is activated and the second half multiplied with it"
     apply.__doc__ = f"""Apply ``{name}`` to a tensor ``(..., cols)``{half if function.halves == 2 else ""}.
@@ -107,7 +133,7 @@ def _make_backward(name: str) -> Callable[..., Any]:
     function = ActivationFunction(name)
 
     def apply(grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Any) -> Any:
-        return _backward(f"d{name}", function, grad, fwd_input, quantizer)
+        return backward(f"d{name}", function, grad, fwd_input, quantizer)
 
     apply.__doc__ = f"""Differentiate ``{name}``.
 
@@ -134,8 +160,8 @@ def _make_with_bias(name: str) -> Callable[..., Any]:
     def apply(grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Any) -> list[Any]:
         sums = torch.zeros(fwd_input.shape[-1], dtype=fwd_input.dtype, device=fwd_input.device)
         if fwd_input.numel() == 0:
-            return [sums, _backward(op, function, grad, fwd_input, quantizer)]
-        made = _backward(op, function, grad, fwd_input, quantizer, {"column_sums": sums})
+            return [sums, backward(op, function, grad, fwd_input, quantizer)]
+        made = backward(op, function, grad, fwd_input, quantizer, {"column_sums": sums})
         return [sums, made]
 
     apply.__doc__ = f"""Differentiate ``{name}``, and sum the rows of the gradient for a bias in front of it.
@@ -189,7 +215,7 @@ def clamped_swiglu(
         Bound of both halves, factor in the sigmoid, and summand of the second half.
     """
     function = ActivationFunction("clamped_swiglu", 0, limit, alpha, glu_linear_offset)
-    return _forward("clamped_swiglu", function, input, quantizer)
+    return forward("clamped_swiglu", function, input, quantizer)
 
 
 def clamped_dswiglu(
@@ -210,7 +236,7 @@ def clamped_dswiglu(
         As of :func:`clamped_swiglu`; the quantizer is for the gradient of the input.
     """
     function = ActivationFunction("clamped_swiglu", 0, limit, alpha, glu_linear_offset)
-    return _backward("clamped_dswiglu", function, grad, fwd_input, quantizer)
+    return backward("clamped_dswiglu", function, grad, fwd_input, quantizer)
 
 
 def situglu(
@@ -231,7 +257,7 @@ def situglu(
         Its constants.
     """
     function = ActivationFunction("situ_glu", beta1=beta1, beta2=beta2)
-    return _forward("situglu", function, input, quantizer)
+    return forward("situglu", function, input, quantizer)
 
 
 def dsituglu(
@@ -251,4 +277,4 @@ def dsituglu(
         As of :func:`situglu`; the quantizer is for the gradient of the input.
     """
     function = ActivationFunction("situ_glu", beta1=beta1, beta2=beta2)
-    return _backward("dsituglu", function, grad, fwd_input, quantizer)
+    return backward("dsituglu", function, grad, fwd_input, quantizer)

@@ -37,11 +37,7 @@ _MIXTURES = (
     "fused_score_for_moe_aux_loss_fwd fused_topk_with_score_function_bwd fused_topk_with_score_function_fwd "
     "fused_topk_with_score_function_qb_fwd moe_permute_bwd moe_permute_fwd moe_unpermute_bwd moe_unpermute_fwd"
 )
-_OPERATIONS = (
-    "dropout_bwd dropout_fwd fused_qkv_rope_backward fused_qkv_rope_forward fused_rope_backward fused_rope_forward "
-    "scaled_clamped_dswiglu scaled_clamped_swiglu scaled_dsituglu scaled_dsrelu scaled_dswiglu scaled_situglu "
-    "scaled_srelu scaled_swiglu"
-)
+_OPERATIONS = "dropout_bwd dropout_fwd fused_qkv_rope_backward fused_qkv_rope_forward"
 _OPTIMIZERS = "multi_tensor_adam_fp8 multi_tensor_adam_param_remainder"
 _TOOLS = "bulk_allocate copy_data_ptrs_to_device cusolvermp_ctx_create cusolvermp_ctx_destroy newton_schulz"
 #: Names that `transformer_engine_torch` has.

@@ -59,12 +59,13 @@ class _Working:
         """Write the results into tensors of other types."""
         pairs = [
             (target, result)
-            for targets, results in zip(self._written, self.lists, strict=True)
-            for target, result in zip(targets, results, strict=True)
+            for each in zip(self._written, self.lists, strict=True)
+            for target, result in zip(*each, strict=True)
             if target is not result
         ]
         if pairs:
-            torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
+            targets, results = map(list, zip(*pairs, strict=True))
+            torch._foreach_copy_(targets, results)
 
 
 def _adam(
@@ -87,7 +88,8 @@ def _adam(
     function(
         work.lists[0],
         work.grads,
-        *work.lists[1:],
+        work.lists[1],
+        work.lists[2],
         [],
         [step] * len(params),
         lr=lr,

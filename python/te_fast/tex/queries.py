@@ -78,5 +78,5 @@ def get_stream_priority_range(device_id: int = -1) -> tuple[int, int]:
     if not torch.cuda.is_available():
         message = "get_stream_priority_range: there is no GPU"
         raise DeviceError(message)
-    least, greatest = torch.cuda.Stream.priority_range()
+    least, greatest = torch.cuda.Stream.priority_range()  # type: ignore[call-arg]  # a static method
     return int(least), int(greatest)

@@ -462,9 +462,9 @@ def thd_grad_correction(
         half = _halved(bounds[sequence + 1] - bounds[sequence])
         is_first = tokens - bounds[sequence] < half
     former = grad.index_select(dim, places)
-    results = [_HALVES[kind](former, grad_per_step) for kind in pair]
+    first, second = (_HALVES[kind](former, grad_per_step) for kind in pair)
     shape = (-1, 1, 1)
-    new = torch.where(is_first.view(shape), *results)
+    new = torch.where(is_first.view(shape), first, second)
     new = torch.where(valid.view(shape), new, former)
     # Places of tokens with meaning are different ones, and none of the others: those come behind.
     grad.index_copy_(dim, places, new)
