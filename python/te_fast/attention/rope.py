@@ -435,20 +435,7 @@ _WHOLE = ContextShare()
 
 
 def share_of(cp_size: int, cp_rank: int, op: str = _OP) -> ContextShare:
-    """Return which tokens of each sequence a rank of context parallelism has.
-
-    Parameters
-    ----------
-    cp_size, cp_rank : int
-        Number of ranks, and which.
-    op : str
-        Name for errors.
-
-    Raises
-    ------
-    ArgumentError
-        If `cp_rank` is none of the ranks.
-    """
+    """Return which tokens of each sequence a rank of context parallelism has."""
     if cp_size == 1:
         return _WHOLE
     if not 0 <= cp_rank < cp_size:
@@ -492,7 +479,7 @@ def waves_of(
 def rotate(
     t: torch.Tensor, waves: Waves, *, interleaved: bool, transposed: bool = False
 ) -> torch.Tensor:
-    """Rotate heads by waves, in FP32, rounding once.
+    """Rotate heads by waves, in FP32, rounding once to their type.
 
     Parameters
     ----------
@@ -504,11 +491,6 @@ def rotate(
         Which channels make a pair.
     transposed : bool
         Rotate gradients back.
-
-    Returns
-    -------
-    torch.Tensor
-        Of the shape and type of `t`.
     """
     return _Rotate.apply(t, *waves, interleaved, t.shape[-2], transposed)
 

@@ -152,6 +152,20 @@ def multi_tensor_adam(
     ------
     ExtensionError
         If lists or mode do not fit.
+
+    See Also
+    --------
+    FusedAdam : The optimizer.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast.pytorch.optimizers import multi_tensor_adam
+    >>> param, state = torch.ones(2), [[torch.zeros(2)], [torch.zeros(2)]]
+    >>> flag = torch.zeros(1, dtype=torch.int)
+    >>> multi_tensor_adam(0, flag, [[torch.ones(2)], [param], *state], 0.5, 0.9, 0.99, 0.0, 1, 1, 1, 0.0)
+    >>> param
+    tensor([0.5000, 0.5000])
     """
     _check_lists("multi_tensor_adam", tensor_lists, 4, 5)
     _check_mode("multi_tensor_adam", mode)
@@ -196,6 +210,21 @@ def multi_tensor_adam_capturable(
     ------
     ExtensionError
         If lists or mode do not fit.
+
+    See Also
+    --------
+    multi_tensor_adam : With numbers of Python.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast.pytorch.optimizers import multi_tensor_adam_capturable
+    >>> param, state = torch.ones(2), [[torch.zeros(2)], [torch.zeros(2)]]
+    >>> flag, step = torch.zeros(1, dtype=torch.int), torch.ones(1, dtype=torch.int)
+    >>> lists, rate, one = [[torch.ones(2)], [param], *state], torch.tensor([0.5]), torch.ones(1)
+    >>> multi_tensor_adam_capturable(0, flag, lists, rate, 0.9, 0.99, 0.0, step, 1, 1, 0.0, one)
+    >>> param
+    tensor([0.5000, 0.5000])
     """
     op = "multi_tensor_adam_capturable"
     _check_lists(op, tensor_lists, 4)
@@ -230,6 +259,22 @@ def multi_tensor_adam_capturable_master(
     ------
     ExtensionError
         If lists or mode do not fit.
+
+    See Also
+    --------
+    multi_tensor_adam_capturable : Without master weights.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast.pytorch.optimizers import multi_tensor_adam_capturable_master
+    >>> param, master = torch.ones(2, dtype=torch.bfloat16), torch.ones(2)
+    >>> lists = [[torch.ones(2)], [param], [torch.zeros(2)], [torch.zeros(2)], [master]]
+    >>> flag, step = torch.zeros(1, dtype=torch.int), torch.ones(1, dtype=torch.int)
+    >>> rate, one = torch.tensor([0.5]), torch.ones(1)
+    >>> multi_tensor_adam_capturable_master(0, flag, lists, rate, 0.9, 0.99, 0.0, step, 1, 1, 0.0, one)
+    >>> param
+    tensor([0.5000, 0.5000], dtype=torch.bfloat16)
     """
     op = "multi_tensor_adam_capturable_master"
     _check_lists(op, tensor_lists, 5)
@@ -297,6 +342,20 @@ def multi_tensor_sgd(
         If the lists do not fit.
     UnsupportedError
         If `wd_after_momentum` is set.
+
+    See Also
+    --------
+    FusedSGD : The optimizer.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast.pytorch.optimizers import multi_tensor_sgd
+    >>> param, flag = torch.ones(2), torch.zeros(1, dtype=torch.int)
+    >>> lists = [[torch.ones(2)], [param], [torch.zeros(2)]]
+    >>> multi_tensor_sgd(0, flag, lists, 0.0, 0.0, 0.0, 0.5, False, True, False, 1.0)
+    >>> param
+    tensor([0.5000, 0.5000])
     """
     _check_lists("multi_tensor_sgd", tensor_lists, 3, 4)
     if wd_after_momentum and wd:
