@@ -55,6 +55,7 @@ LAYERS: dict[str, set[str]] = {
     "offload": {"runtime", "tensor"},
     "optimizers": {"tensor"},
     "convert_checkpoint": {"state", "tensor"},
+    "tex": {"attention", "dispatch", "moe", "optimizers", "runtime", "tensor"},
     "common": {"recipe"},
     "pytorch": {
         "attention",
@@ -73,13 +74,14 @@ LAYERS: dict[str, set[str]] = {
         "recipe",
         "runtime",
         "tensor",
+        "tex",
     },
     "profiling": {"common", "dispatch", "pytorch"},
     "doctor": {"convert", "profiling", "pytorch"},
 }
 # Signatures that are Transformer Engine's, not ours.
 TE_SIGNATURES = re.compile(
-    r"^python/te_fast/(attention|graphed|helpers|layers|losses|moe|offload|ops|optimizers|parallel|recipe|runtime|tensor)/"
+    r"^python/te_fast/(attention|graphed|helpers|layers|losses|moe|offload|ops|optimizers|parallel|recipe|runtime|tensor|tex)/"
 )
 
 

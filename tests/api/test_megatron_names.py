@@ -10,8 +10,8 @@ HERE = Path(__file__).parent
 NAMES = (HERE / "megatron_names.txt").read_text().split()
 #: Beginnings of names that te_fast lacks: Megatron-LM checks whether they exist, or uses them only with a flag.
 ABSENT = (
-    "transformer_engine_torch",  # NVIDIA's extension in C++
-    "transformer_engine.pytorch.cpp_extensions",
+    "transformer_engine.pytorch.cpp_extensions.cast_to_fp8",  # of version 1
+    "transformer_engine.pytorch.cpp_extensions.gemm.get_cublas_workspace",
     "transformer_engine.pytorch.ep",
     "transformer_engine.pytorch.cpu_offload_v1",
     "transformer_engine.pytorch.module._common",

@@ -54,6 +54,54 @@ with te.autocast(recipe=DelayedScaling()):
 """)
 
 
+@pytest.mark.parametrize("first", ["", "import transformer_engine.pytorch"])
+def test_the_extension_is_te_fasts_own_module(fresh, first):
+    fresh(f"""{START}
+te_fast_alias.install()
+spec = importlib.util.find_spec("transformer_engine_torch")
+assert spec.name == "transformer_engine_torch"
+assert "te_fast" not in sys.modules
+{first}
+import transformer_engine_torch as tex
+import te_fast.tex
+assert tex is te_fast.tex is sys.modules["transformer_engine_torch"]
+import te_fast.pytorch
+assert tex.DType is te_fast.pytorch.DType
+from transformer_engine.pytorch.cpp_extensions import general_gemm, gelu, DType
+from transformer_engine.pytorch.cpp_extensions.gemm import general_grouped_gemm
+assert gelu is tex.gelu and DType is tex.DType
+assert pickle.loads(pickle.dumps(tex.NVTE_Mask_Type.NVTE_CAUSAL_MASK)) is tex.NVTE_Mask_Type.NVTE_CAUSAL_MASK
+assert pickle.loads(pickle.dumps(tex.gelu)) is tex.gelu
+te_fast_alias.uninstall()
+assert importlib.util.find_spec("transformer_engine_torch") is None
+""")
+
+
+def test_another_extension_goes_first(fresh, tmp_path):
+    """The package and its extension are of one kind: te_fast's extension never serves NVIDIA's package."""
+    (tmp_path / "transformer_engine_torch.py").write_text("MARK = 1\n")
+    other = tmp_path / "package" / "transformer_engine"
+    other.mkdir(parents=True)
+    (other / "__init__.py").write_text("")
+    fresh(f"""{START}
+sys.path.insert(0, {str(tmp_path)!r})
+try:
+    te_fast_alias.install()
+except RuntimeError as error:
+    assert "transformer_engine_torch" in str(error) and {str(tmp_path)!r} in str(error), error
+else:
+    raise AssertionError
+sys.path.pop(0)
+te_fast_alias.install()
+sys.path.insert(0, {str(tmp_path)!r})
+import transformer_engine_torch
+assert transformer_engine_torch.MARK == 1
+del sys.modules["transformer_engine_torch"]
+sys.path[0] = {str(other.parent)!r}
+assert importlib.util.find_spec("transformer_engine_torch") is None
+""")
+
+
 def test_modules_say_whose_they_are(fresh):
     """Lightning replaces the linear layers of a model if no module's class belongs to Transformer Engine."""
     fresh(f"""{START}
@@ -121,8 +169,11 @@ error = raised("import transformer_engine.pytorch.ep")
 assert isinstance(error, ModuleNotFoundError), error
 error = raised("import transformer_engine.jax")
 assert isinstance(error, ModuleNotFoundError), error
-error = raised("import transformer_engine_torch")  # by which code tells the C++ extension
-assert isinstance(error, ModuleNotFoundError), error
+import transformer_engine_torch
+error = raised("transformer_engine_torch.fused_attn_fwd")
+assert isinstance(error, AttributeError) and "te_fast" in str(error), error
+error = raised("from transformer_engine_torch import MXFP8")
+assert isinstance(error, ImportError), error
 error = raised("from transformer_engine.pytorch import ep")
 assert isinstance(error, ImportError) and "te_fast" in str(error), error
 error = raised("te.MXFP8Tensor")
@@ -202,7 +253,7 @@ def test_wheel():
     (wheel,) = wheels
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
-        code = ("__init__", "finder", "metadata", "root/__init__")
+        code = ("__init__", "extension", "finder", "metadata", "root/__init__")
         assert names == {"te_fast_alias.pth", *(f"te_fast_alias/{name}.py" for name in code)}
         assert archive.read("te_fast_alias.pth").decode().count("\n") == 1
         (metadata,) = (name for name in archive.namelist() if name.endswith("METADATA"))

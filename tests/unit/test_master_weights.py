@@ -151,7 +151,7 @@ def test_shards_and_the_former_name():
 
 def test_scales_of_every_maximum_are_those_of_the_cast():
     from te_fast.runtime import native
-    from te_fast.tensor.masters import _scales
+    from te_fast.tensor.masters import scales_of
 
     numbers = torch.cat(
         [
@@ -161,7 +161,7 @@ def test_scales_of_every_maximum_are_those_of_the_cast():
     )
     for eps, pow2 in ((0.0, False), (0.0, True), (0.125, False), (0.125, True)):
         expected = [native.scale_of_amax(one.view(1), "e4m3", eps, pow2) for one in numbers]
-        assert torch.equal(_scales(numbers, 448.0, eps, pow2), torch.cat(expected))
+        assert torch.equal(scales_of(numbers, 448.0, eps, pow2), torch.cat(expected))
 
 
 def test_init_values_are_freed():

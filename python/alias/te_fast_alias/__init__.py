@@ -1,15 +1,15 @@
 """te_fast for code that imports ``transformer_engine``.
 
 The wheel of this package has a ``.pth`` file, by which every Python of the environment calls :func:`start`. It appends
-one finder to all others. The finder answers if no other finder knows a ``transformer_engine``. te_fast and torch are
-imported only when a program imports that name.
+one finder to all others. The finder answers if no other finder knows a ``transformer_engine``, also for its extension,
+``transformer_engine_torch``. te_fast and torch are imported only when a program imports one of the names.
 """
 
 from __future__ import annotations
 
 import sys
 
-from te_fast_alias.finder import NAME, Finder, others_spec
+from te_fast_alias.finder import EXTENSION, NAME, Finder, others_spec
 
 __all__ = ["install", "is_installed", "start", "uninstall"]
 
@@ -18,13 +18,14 @@ _finder = Finder()
 
 def _conflict() -> str | None:
     """Return another package of the name, which the alias must not hide."""
-    spec = others_spec()
-    if spec is None:
-        return None
-    return (
-        f"te_fast_alias: another {NAME} is installed ({spec.origin or spec.submodule_search_locations}), and "
-        f"`import {NAME}` gives that package; uninstall it to get te_fast, or uninstall te_fast_alias"
-    )
+    for name in (NAME, EXTENSION):
+        spec = others_spec(name)
+        if spec is not None:
+            return (
+                f"te_fast_alias: another {name} is installed ({spec.origin or spec.submodule_search_locations}), and "
+                f"`import {name}` gives that package; uninstall it to get te_fast, or uninstall te_fast_alias"
+            )
+    return None
 
 
 def is_installed() -> bool:
@@ -68,7 +69,7 @@ def uninstall() -> None:
     if not is_installed():
         return
     sys.meta_path.remove(_finder)
-    for name in [name for name in sys.modules if name.partition(".")[0] == NAME]:
+    for name in [name for name in sys.modules if name.partition(".")[0] in (NAME, EXTENSION)]:
         del sys.modules[name]
 
 

@@ -1,4 +1,4 @@
-"""The finder that answers for ``transformer_engine``: its module and its metadata.
+"""The finder that answers for ``transformer_engine`` and its extension: their modules, and metadata.
 
 Every start of Python imports this module, so functions import other modules when they need them.
 """
@@ -15,14 +15,18 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 NAME = "transformer_engine"
+#: Transformer Engine's extension in C++, a module of its own.
+EXTENSION = "transformer_engine_torch"
+#: The module with the code of each.
+_SOURCES = {NAME: "te_fast_alias.root", EXTENSION: "te_fast_alias.extension"}
 
 
-def others_spec() -> ModuleSpec | None:
-    """Return the spec that other finders have for ``transformer_engine``."""
+def others_spec(name: str = NAME) -> ModuleSpec | None:
+    """Return the spec that other finders have for ``transformer_engine`` or its extension."""
     for finder in sys.meta_path:
         if isinstance(finder, Finder) or not hasattr(finder, "find_spec"):
             continue
-        spec = finder.find_spec(NAME, None)
+        spec = finder.find_spec(name, None)
         # A directory without code is left over from an uninstalled package and does not count.
         if spec is not None and spec.origin is not None:
             return spec
@@ -30,7 +34,7 @@ def others_spec() -> ModuleSpec | None:
 
 
 class Finder:
-    """Finds ``transformer_engine`` and its distribution if no other finder does."""
+    """Finds ``transformer_engine``, its extension and its distribution if no other finder does."""
 
     def find_spec(
         self,
@@ -38,16 +42,20 @@ class Finder:
         path: Sequence[str] | None = None,
         target: ModuleType | None = None,
     ) -> ModuleSpec | None:
-        """Return the spec of the module; its submodules are te_fast's, which it registers."""
-        if fullname != NAME:
+        """Return the spec of a module; its submodules are te_fast's, which it registers.
+
+        The extension belongs to the package: if another finder has the package, this one has no extension.
+        """
+        source = _SOURCES.get(fullname)
+        if source is None or (fullname == EXTENSION and others_spec() is not None):
             return None
         from importlib.util import find_spec, spec_from_file_location
 
-        root = find_spec("te_fast_alias.root")
-        if root is None or root.origin is None:
+        code = find_spec(source)
+        if code is None or code.origin is None:
             return None
         return spec_from_file_location(
-            NAME, root.origin, submodule_search_locations=root.submodule_search_locations
+            fullname, code.origin, submodule_search_locations=code.submodule_search_locations
         )
 
     def find_distributions(

@@ -434,7 +434,8 @@ class ContextShare(NamedTuple):
 _WHOLE = ContextShare()
 
 
-def _share_of(cp_size: int, cp_rank: int, op: str = _OP) -> ContextShare:
+def share_of(cp_size: int, cp_rank: int, op: str = _OP) -> ContextShare:
+    """Return which tokens of each sequence a rank of context parallelism has."""
     if cp_size == 1:
         return _WHOLE
     if not 0 <= cp_rank < cp_size:
@@ -475,8 +476,10 @@ def waves_of(
     return _waves(placed, interleaved)
 
 
-def rotate(t: torch.Tensor, waves: Waves, *, interleaved: bool) -> torch.Tensor:
-    """Rotate heads by waves, in FP32, rounding once.
+def rotate(
+    t: torch.Tensor, waves: Waves, *, interleaved: bool, transposed: bool = False
+) -> torch.Tensor:
+    """Rotate heads by waves, in FP32, rounding once to their type.
 
     Parameters
     ----------
@@ -486,13 +489,10 @@ def rotate(t: torch.Tensor, waves: Waves, *, interleaved: bool) -> torch.Tensor:
         As of :func:`waves_of`.
     interleaved : bool
         Which channels make a pair.
-
-    Returns
-    -------
-    torch.Tensor
-        Of the shape and type of `t`.
+    transposed : bool
+        Rotate gradients back.
     """
-    return _Rotate.apply(t, *waves, interleaved, t.shape[-2])
+    return _Rotate.apply(t, *waves, interleaved, t.shape[-2], transposed)
 
 
 def signed_waves(cos: torch.Tensor, sin: torch.Tensor) -> Waves:
@@ -678,7 +678,7 @@ def apply_rotary_pos_emb(
     >>> torch.equal(rotated[0], q[0]), torch.equal(rotated[1], q[1])
     (True, False)
     """
-    share = _share_of(cp_size, cp_rank)
+    share = share_of(cp_size, cp_rank)
     for name, tensor in (("t", t), ("freqs", freqs)):
         if not isinstance(tensor, torch.Tensor):
             message = f"{_OP}: {name} must be a torch.Tensor, got {type(tensor).__name__}"
@@ -765,7 +765,7 @@ def apply_fused_qkv_rotary_pos_emb(
     if tensor_format == "thd":
         message = "apply_fused_qkv_rotary_pos_emb: tensor_format='thd' is not supported"
         raise UnsupportedError(message)
-    share = _share_of(cp_size, cp_rank, "apply_fused_qkv_rotary_pos_emb")
+    share = share_of(cp_size, cp_rank, "apply_fused_qkv_rotary_pos_emb")
     sizes = list(qkv_split_arg_list)
     for size in sizes:
         check_sizes("apply_fused_qkv_rotary_pos_emb", qkv_split_arg_list=size)

@@ -34,7 +34,7 @@ _OWN = (
     "_scales",
 )
 #: After so many steps both powers of the betas are zero, so that the bias correction is 1.
-_NO_CORRECTION = 1e12
+NO_CORRECTION = 1e12
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -535,7 +535,7 @@ class FusedAdam(torch.optim.Optimizer):
     ) -> None:
         device = updates[0].main.device
         if not group["bias_correction"]:
-            step = torch.full((), _NO_CORRECTION, device=device)
+            step = torch.full((), NO_CORRECTION, device=device)
         elif self.capturable:
             step = group["step"].reshape(()).float()
         else:

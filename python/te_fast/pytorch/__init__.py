@@ -72,6 +72,7 @@ from te_fast.tensor.loading import register_classes
 if TYPE_CHECKING:
     from te_fast.experts.block import MoE
     from te_fast.pytorch import attention as attention
+    from te_fast.pytorch import cpp_extensions as cpp_extensions
     from te_fast.pytorch import cpu_offload as cpu_offload
     from te_fast.pytorch import cross_entropy as cross_entropy
     from te_fast.pytorch import custom_recipes as custom_recipes
@@ -188,8 +189,8 @@ __all__ = [
 
 # Modules that a linear layer does not need are imported at first use; with each, its share of the names above.
 _MODULES = (
-    "attention cpu_offload cross_entropy custom_recipes graph jit ops optimizers permutation router "
-    "transformer utils"
+    "attention cpp_extensions cpu_offload cross_entropy custom_recipes graph jit ops optimizers "
+    "permutation router transformer utils"
 )
 _NAMES = {
     "attention": (

@@ -15,14 +15,12 @@ _TENSORS = (
     "MXFP8Tensor MXFP8TensorStorage MXFP8Quantizer NVFP4Tensor NVFP4TensorStorage NVFP4Quantizer"
 )
 _TOOLS = (
-    ""
     "onnx_export CusolverMpCtx newton_schulz "
     "newton_schulz_tp initialize_ub destroy_ub "
     "UserBufferQuantizationMode"
 )
 _SUBMODULES = (
-    "cpp_extensions cpu_offload_v1 distributed_weight dynamo ep export newton_schulz "
-    "onnx_extensions triton"
+    "cpu_offload_v1 distributed_weight dynamo ep export newton_schulz onnx_extensions triton"
 )
 _OLD_QUANTIZATION = "RecipeState"
 _NAMES = {
@@ -50,10 +48,7 @@ _NAMES = {
         "GroupedTensorStorage HybridQuantizedTensorStorage IdentityTensorStorage "
         "MXFP8TensorStorage NVFP4TensorStorage"
     ),
-    "te_fast.pytorch.optimizers": (
-        "multi_tensor_adam multi_tensor_adam_capturable multi_tensor_adam_capturable_master "
-        "multi_tensor_adam_fp8 multi_tensor_sgd"
-    ),
+    "te_fast.pytorch.optimizers": "multi_tensor_adam_fp8",
     "te_fast.pytorch.cpu_offload": "is_cpu_offload_enabled mark_activation_offload start_offload",
     "te_fast.pytorch.fp8": _OLD_QUANTIZATION,
     "te_fast.pytorch.module": (

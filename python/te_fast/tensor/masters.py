@@ -156,7 +156,7 @@ class _Part:
         )
 
     def rule(self) -> tuple[float, float, bool] | None:
-        """Arguments of :func:`_scales`; None if scales are given."""
+        """Arguments of :func:`scales_of`; None if scales are given."""
         quantizer = self.weight._quantizer
         if isinstance(quantizer, Float8Quantizer):
             return None
@@ -255,7 +255,7 @@ def _cast(
     target.quantize(values, (True, False), (False, 0.0, False), scale, amax, None)
 
 
-def _scales(maxima: torch.Tensor, largest: float, eps: float, pow2: bool) -> torch.Tensor:
+def scales_of(maxima: torch.Tensor, largest: float, eps: float, pow2: bool) -> torch.Tensor:
     """Scales of current and block scaling that follow from maxima (Transformer Engine's ``recipe_common.cuh``)."""
     maxima = maxima.clamp_min(eps)
     usable = maxima.isfinite() & (maxima > 0)
@@ -374,7 +374,7 @@ def _note_maxima(members: Sequence[tuple[_Part, torch.Tensor]]) -> None:
 
 def _write_alike(members: Sequence[tuple[_Part, torch.Tensor]], rule: tuple[Any, ...]) -> None:
     """Write weights whose scales follow from maxima by one rule."""
-    scales = _scales(torch.cat([found for _, found in members]), *rule)
+    scales = scales_of(torch.cat([found for _, found in members]), *rule)
     sizes = [found.numel() for _, found in members]
     each = zip(members, scales.split(sizes), scales.reciprocal().split(sizes), strict=True)
     for (part, _), of_part, inverse in each:
