@@ -118,6 +118,21 @@ def test_edge_values_as_on_the_host(values, mode):
                     assert torch.equal(on_gpu.cpu(), histogram)
 
 
+@pytest.mark.parametrize("bins", [7, 1000])
+def test_values_on_edges_of_bins_as_on_the_host(bins):
+    torch.manual_seed(bins)
+    x = torch.zeros(1, 2)
+    for _ in range(500):
+        bounds = (4 * torch.rand(2) - 2).sort().values
+        edge = bounds[0] + torch.randint(1, bins, ()) * ((bounds[1] - bounds[0]) / bins)
+        bias = torch.stack((edge + 1, edge))
+        histogram = torch.zeros(2, bins, dtype=torch.int32)
+        on_gpu = histogram.cuda()
+        call(x, 1, bias, histogram, bounds)
+        call(x.cuda(), 1, bias.cuda(), on_gpu, bounds.cuda())
+        assert torch.equal(on_gpu.cpu(), histogram)
+
+
 def test_torchs_operations_count_the_same(monkeypatch):
     monkeypatch.setattr(choice, "takes", lambda *_: False)
     torch.manual_seed(5)

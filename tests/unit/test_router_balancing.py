@@ -105,6 +105,41 @@ def test_bins_have_the_bits_of_float32(experts, case, by, monkeypatch):
                     assert torch.equal(histogram, wanted)
 
 
+def values_on_edges(rng, bins):
+    """Return a bias and bounds whose place is so near an edge that other orders of the arithmetic find another bin."""
+    one, half = np.float32(1), np.float32(0.5)
+    while True:
+        lower, upper = np.sort(rng.uniform(-2, 2, 2).astype(np.float32))
+        edge = lower + np.float32(rng.integers(1, bins)) * ((upper - lower) / np.float32(bins))
+        own = edge
+        cutoff, scale = half + own, np.float32(bins) / (upper - lower)
+        others = (
+            (cutoff - half - lower) * (np.float32(bins) * (one / (upper - lower))),
+            (cutoff - (half + lower)) * scale,
+            (cutoff - half - lower) / ((upper - lower) / np.float32(bins)),
+        )
+        place = np.floor((cutoff - half - lower) * scale)
+        yield own, (lower, upper), [place != np.floor(other) for other in others]
+
+
+@pytest.mark.parametrize("by", ["kernel", "torch"])
+@pytest.mark.parametrize("bins", [7, 1000])
+def test_arithmetic_is_in_one_order(bins, by, monkeypatch):
+    if by == "torch":
+        monkeypatch.setattr(choice, "takes", lambda *_: False)
+    rng, found = np.random.default_rng(bins), np.zeros(3, dtype=int)
+    for own, bounds, differs in values_on_edges(rng, bins):
+        if not any(differs):
+            continue
+        found += differs
+        bias = np.array([own + np.float32(1), own], dtype=np.float32)
+        histogram = torch.zeros(2, bins, dtype=torch.int32)
+        call(torch.zeros(1, 2), 1, torch.from_numpy(bias), histogram, torch.tensor(bounds))
+        assert torch.equal(histogram, counted([[0.5, 0.5]], bias, 1, bounds, bins))
+        if found.min() > 20:
+            break
+
+
 def reference(x, topk, bias, bounds, bins):
     """Return the places of tokens' experts in FP64, and whether rounding may move each to another bin."""
     scores = 1 / (1 + (-x.detach().double()).exp())
