@@ -306,6 +306,7 @@ impl RouterPlan {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::launch::trace::Trace;
 
     #[test]
     fn choices_that_are_none_are_refused() {
@@ -326,5 +327,34 @@ mod tests {
         {
             assert!(RouterPlan::new(RouterSpec { experts, topk, groups, ..spec }).is_err());
         }
+    }
+
+    #[test]
+    fn histograms_of_other_routers_are_refused() {
+        let spec = RouterSpec {
+            tokens: 0,
+            experts: 16,
+            topk: 4,
+            groups: (0, 0),
+            score: Score::Sigmoid,
+            over: Over::Chosen,
+            factor: 1.0,
+            input: Float::F32,
+            index_bytes: 0,
+        };
+        let mut bias = [0.0_f32; 16];
+        let at = RouterPointers { bias: DevPtr::from_slice(&mut bias), ..RouterPointers::default() };
+        let run = |spec, at: &RouterPointers<DevPtr<'_>>, bins| {
+            let plan = RouterPlan::new(spec)?;
+            plan.run_balanced(&mut Target::host(&mut Trace::default()), at, &BalancePointers::default(), bins)
+        };
+        assert!(run(spec, &at, 10).is_ok());
+        assert!(run(spec, &RouterPointers::default(), 10).is_err());
+        assert!(run(spec, &at, 0).is_err());
+        assert!(run(spec, &at, 1 << 31).is_err());
+        assert!(run(RouterSpec { topk: 16, ..spec }, &at, 10).is_err());
+        assert!(run(RouterSpec { groups: (4, 2), ..spec }, &at, 10).is_err());
+        assert!(run(RouterSpec { score: Score::Softmax, ..spec }, &at, 10).is_err());
+        assert!(run(RouterSpec { over: Over::All, ..spec }, &at, 10).is_err());
     }
 }
