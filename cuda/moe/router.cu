@@ -13,12 +13,21 @@
 //           ds = g / S - (sum g s) / S^2, S = sum s + 1e-20; ds = g where nothing was normalised
 //           slope: s (1 - s); of the root of softplus sigmoid(x) / (2 s + 1e-20), where sigmoid(x) = 1 - exp(-s^2)
 //
+// router_balanced_fwd: sigmoid scores over the chosen, no groups, and a histogram per expert of the bias that it lacks
+// in a token. With c, the (topk + 1)th of the values s + bias in the order of the choice:
+//
+//   bin = floor((c - s - lower) * (bins / (upper - lower)))  clamped to 0 .. bins - 1; 0 for NaN
+//   histogram[expert, bin] += 1                              sums of integers, the same in any order
+//
 // All arithmetic is float32.
 //
 // Launch: ceil(tokens / 4) blocks of 128 threads, a warp per token; a lane has experts lane, lane + 32, ...
 // Needs:  contiguous tensors; experts <= 1024, topk <= experts, groups that divide the experts.
 // Moves:  per expert sizeof(In) of the logits and of the probabilities, 4 of the scores, 1 of the map; backward too.
+//         The balanced kernel adds 1 to an int32 per expert. Lanes of a warp add to different experts, so no two of
+//         them meet.
 
+#include <cstddef>
 #include <type_traits>
 
 #include "common/constants.cuh"
@@ -44,6 +53,14 @@ struct RouterParams {
     uint32_t index_bytes;
 };
 static_assert(sizeof(RouterParams) == kRouterParamsBytes);
+
+struct RouterBalancedParams {
+    int32_t* histogram;   // [experts, bins]
+    const float* bounds;  // lower, upper
+    uint64_t bins;        // below 2**31
+    RouterParams route;
+};
+static_assert(sizeof(RouterBalancedParams) == kRouterBalancedParamsBytes);
 
 struct RouterBwdParams {
     const void* grad;
@@ -204,8 +221,31 @@ __device__ inline void divide_by_sum(float (&s)[kEach], Inside inside) {
     }
 }
 
-template <int kEach, Floating In>
-__device__ void route(const RouterParams& p, uint64_t token, uint32_t* sums) {
+// Counts the bias that each of the lane's experts lacks, and turns the scores into the values of the probabilities.
+// `key` are the keys that the choice has left.
+template <int kEach>
+__device__ inline void count_lacks(const RouterBalancedParams& p, uint32_t (&key)[kEach], float (&s)[kEach]) {
+    const uint32_t lane = threadIdx.x % 32;
+    uint32_t best;
+    take_best(key, best, [](int) { return true; });
+    const float cutoff = value_of(best);
+    const float lower = p.bounds[0], scale = static_cast<float>(p.bins) / (p.bounds[1] - lower);
+    const int last = static_cast<int>(p.bins) - 1;
+#pragma unroll
+    for (int j = 0; j < kEach; ++j) {
+        const uint32_t expert = lane + 32 * j;
+        if (expert >= p.route.experts) continue;
+        const int bin = __float2int_rd((cutoff - s[j] - lower) * scale);  // saturates; NaN is 0
+        atomicAdd(&p.histogram[expert * p.bins + max(0, min(bin, last))], 1);
+        const float bias = p.route.bias[expert];  // read again, since registers are short
+        s[j] = s[j] + bias - bias;
+    }
+}
+
+// `balanced` is null without a histogram.
+template <int kEach, Floating In, typename Balanced = std::nullptr_t>
+__device__ void route(const RouterParams& p, uint64_t token, uint32_t* sums, Balanced balanced = nullptr) {
+    constexpr bool kCounts = !std::is_null_pointer_v<Balanced>;
     const uint32_t lane = threadIdx.x % 32;
     const uint64_t first = token * p.experts;
     const auto inside = [&](int j) { return lane + 32 * j < p.experts; };
@@ -218,7 +258,7 @@ __device__ void route(const RouterParams& p, uint64_t token, uint32_t* sums) {
         const float bias = p.bias != nullptr && inside(j) ? p.bias[lane + 32 * j] : 0.0f;
         const float biased = s[j] + bias;
         key[j] = inside(j) ? key_of(biased) : 0;
-        if (p.bias != nullptr) s[j] = biased - bias;
+        if (!kCounts && p.bias != nullptr) s[j] = biased - bias;
     }
     if (p.groups != 0) keep_best_groups(p, key, sums);
 #pragma unroll 1
@@ -228,6 +268,7 @@ __device__ void route(const RouterParams& p, uint64_t token, uint32_t* sums) {
         if (expert % 32 == lane) chosen |= 1u << (expert / 32);
         if (p.indices != nullptr && lane == 0) store_index(p, token * p.topk + k, expert);
     }
+    if constexpr (kCounts) count_lacks(*balanced, key, s);
     const auto is_chosen = [&](int j) { return (chosen >> j & 1) != 0; };
 #pragma unroll
     for (int j = 0; j < kEach; ++j) {
@@ -314,22 +355,31 @@ __device__ inline void by_width(uint32_t experts, Run run) {
     }
 }
 
-#define INSTANCE(type)                                                                                     \
-    extern "C" __global__ void __launch_bounds__(kRowThreads)                                              \
-        router_fwd_##type(const __grid_constant__ RouterParams p) {                                        \
-        __shared__ uint32_t sums[kWarps][kMaxExperts];                                                     \
-        ptx::wait_for_prior_grids();                                                                       \
-        const uint32_t warp = threadIdx.x / 32;                                                            \
-        const uint64_t token = uint64_t{blockIdx.x} * kWarps + warp;                                       \
-        if (token >= p.tokens) return;                                                                     \
-        by_width(p.experts, [&](auto each) { route<decltype(each)::value, type>(p, token, sums[warp]); }); \
-    }                                                                                                      \
-    extern "C" __global__ void __launch_bounds__(kRowThreads)                                              \
-        router_bwd_##type(const __grid_constant__ RouterBwdParams p) {                                     \
-        ptx::wait_for_prior_grids();                                                                       \
-        const uint64_t token = uint64_t{blockIdx.x} * kWarps + threadIdx.x / 32;                           \
-        if (token >= p.tokens) return;                                                                     \
-        by_width(p.experts, [&](auto each) { route_back<decltype(each)::value, type>(p, token); });        \
+#define INSTANCE(type)                                                                                          \
+    extern "C" __global__ void __launch_bounds__(kRowThreads)                                                   \
+        router_fwd_##type(const __grid_constant__ RouterParams p) {                                             \
+        __shared__ uint32_t sums[kWarps][kMaxExperts];                                                          \
+        ptx::wait_for_prior_grids();                                                                            \
+        const uint32_t warp = threadIdx.x / 32;                                                                 \
+        const uint64_t token = uint64_t{blockIdx.x} * kWarps + warp;                                            \
+        if (token >= p.tokens) return;                                                                          \
+        by_width(p.experts, [&](auto each) { route<decltype(each)::value, type>(p, token, sums[warp]); });      \
+    }                                                                                                           \
+    extern "C" __global__ void __launch_bounds__(kRowThreads)                                                   \
+        router_balanced_fwd_##type(const __grid_constant__ RouterBalancedParams p) {                            \
+        ptx::wait_for_prior_grids();                                                                            \
+        const uint64_t token = uint64_t{blockIdx.x} * kWarps + threadIdx.x / 32;                                \
+        if (token >= p.route.tokens) return;                                                                    \
+        RouterParams own = p.route;                                                                             \
+        own.score = kScoreSigmoid, own.over = kOverChosen, own.groups = 0; /* drops the code of the others */   \
+        by_width(own.experts, [&](auto each) { route<decltype(each)::value, type>(own, token, nullptr, &p); }); \
+    }                                                                                                           \
+    extern "C" __global__ void __launch_bounds__(kRowThreads)                                                   \
+        router_bwd_##type(const __grid_constant__ RouterBwdParams p) {                                          \
+        ptx::wait_for_prior_grids();                                                                            \
+        const uint64_t token = uint64_t{blockIdx.x} * kWarps + threadIdx.x / 32;                                \
+        if (token >= p.tokens) return;                                                                          \
+        by_width(p.experts, [&](auto each) { route_back<decltype(each)::value, type>(p, token); });             \
     }
 
 INSTANCE(f32)

@@ -771,6 +771,7 @@ def router_forward(
     choice: tuple[int, int, int, str, str, float],
     indices: Tensor | None,
     wanted: tuple[bool, bool, bool],
+    balance: tuple[Tensor, Tensor] | None = ...,
     /,
 ) -> list[Tensor | None]: ...
 def rotate(

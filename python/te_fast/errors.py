@@ -15,6 +15,7 @@ __all__ = [
     "CudaError",
     "DeviceError",
     "DtypeError",
+    "HistogramError",
     "ListsError",
     "MissingAttributeError",
     "MissingError",
@@ -72,6 +73,10 @@ class ListsError(ShapeError, RuntimeError):
 
 class DtypeError(TeFastError, TypeError):
     """A tensor has the wrong data type, or an argument the wrong class."""
+
+
+class HistogramError(ArgumentError, RuntimeError):
+    """A histogram of a router, its bounds or the choice do not fit; Transformer Engine raises ``RuntimeError``."""
 
 
 class DeviceError(TeFastError, RuntimeError):

@@ -324,7 +324,6 @@ def test_loss(dtype, total):
             {"topk_indices": torch.zeros(2, 2).int(), "routing_map_format": "bitmap_u8"},
             ValueError,
         ),
-        ({"qb_histogram": torch.zeros(1)}, NotImplementedError),
     ],
     ids=str,
 )

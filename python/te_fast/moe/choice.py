@@ -9,7 +9,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.graph import increment_version
 
+from te_fast.moe.balancing import Balance, check_bounds
 from te_fast.runtime import native
 from te_fast.runtime.compiling import is_watched
 from te_fast.runtime.library import register
@@ -70,7 +72,7 @@ def _backward(
 
 
 class _Route(torch.autograd.Function):
-    """Arguments: logits, bias of the experts, how they are chosen, memory for indices, whether the map is in bits."""
+    """Arguments: logits, bias of the experts, how they are chosen, memory for indices, whether for bits, histogram."""
 
     @staticmethod
     def forward(
@@ -80,10 +82,11 @@ class _Route(torch.autograd.Function):
         choice: Choice,
         indices: torch.Tensor | None,
         in_bits: bool,
+        balance: Balance | None,
     ) -> Any:
         keeps = not choice._keeps_result
         probs, scores, chosen, bits = native.router_forward(
-            logits, bias, choice, indices, (keeps, True, in_bits)
+            logits, bias, choice, indices, (keeps, True, in_bits), balance
         )
         ctx.choice, ctx.dtype = choice, logits.dtype
         ctx.save_for_backward(scores if keeps else probs, None if choice.over == "all" else chosen)
@@ -94,7 +97,7 @@ class _Route(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> Any:
         refuse_second_order("router")
         scores, chosen = ctx.saved_tensors
-        return _backward(grad, scores, chosen, ctx.choice, ctx.dtype), None, None, None, None
+        return _backward(grad, scores, chosen, ctx.choice, ctx.dtype), *(None,) * 5
 
 
 def route(
@@ -104,6 +107,7 @@ def route(
     *,
     in_bits: bool,
     indices: torch.Tensor | None = None,
+    balance: Balance | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the probabilities and the map of the chosen experts.
 
@@ -119,6 +123,8 @@ def route(
         Return the map in bits, ``uint8 (..., ceil(experts / 8))``, and not in ``bool (..., experts)``.
     indices : torch.Tensor, optional
         One of :data:`INDEX_TYPES`, ``(..., topk)``; receives the experts of each token, best first.
+    balance : Balance, optional
+        A histogram to add the biases that experts lack to.
 
     Returns
     -------
@@ -127,10 +133,16 @@ def route(
     """
     bias = None if bias is None else bias.detach()
     if is_watched(logits):
-        counts = [choice.topk, choice.num_groups, choice.group_topk]
+        bounds, bins = None, 0
+        if balance is not None:
+            bounds, bins = balance.bounds, balance.histogram.shape[1]
+        counts = [choice.topk, choice.num_groups, choice.group_topk, bins]
         how = choice.score_function, choice.over, choice.factor
         wanted = [in_bits, indices is not None]
-        probs, chosen, bits, found = _TracedRoute.apply(logits, bias, counts, *how, wanted)
+        made: Any = _TracedRoute.apply(logits, bias, bounds, counts, *how, wanted)
+        probs, chosen, bits, found, added = made
+        if balance is not None:
+            balance.histogram.add_(added)
         if indices is not None:
             indices.copy_(found)
         return probs, bits if in_bits else chosen
@@ -138,10 +150,12 @@ def route(
     if indices is not None and not indices.is_contiguous():
         direct = torch.empty(indices.shape, dtype=torch.int64, device=logits.device)
     if logits.requires_grad and torch.is_grad_enabled():
-        probs, chosen, bits = _Route.apply(logits, bias, choice, direct, in_bits)
+        probs, chosen, bits = _Route.apply(logits, bias, choice, direct, in_bits, balance)
     else:
         forms = (False, not in_bits and indices is None, in_bits)
-        probs, _, chosen, bits = native.router_forward(logits, bias, choice, direct, forms)
+        probs, _, chosen, bits = native.router_forward(logits, bias, choice, direct, forms, balance)
+    if balance is not None and not balance.histogram.is_inference():
+        increment_version(balance.histogram)
     if indices is not None and direct is not None and direct is not indices:
         indices.copy_(direct)
     return probs, bits if in_bits else chosen
@@ -153,20 +167,27 @@ def route(
 def _router_run(
     logits: torch.Tensor,
     bias: torch.Tensor | None,
+    bounds: torch.Tensor | None,
     counts: list[int],
     score_function: str,
     over: str,
     factor: float,
     wanted: list[bool],
 ) -> tuple[torch.Tensor, ...]:
-    topk, num_groups, group_topk = counts
+    topk, num_groups, group_topk, bins = counts
     in_bits, with_indices = wanted
     choice = Choice(topk, num_groups, group_topk, score_function, over, factor)
     indices = _indices_of(logits, topk, with_indices)
+    balance = None
+    added = logits.new_zeros((logits.shape[-1] if bins else 0, bins), dtype=torch.int32)
+    if bounds is not None:
+        check_bounds(bounds)
+        balance = added, bounds
+    forms = True, True, in_bits
     made = native.router_forward(
-        logits, bias, choice, indices if with_indices else None, (True, True, in_bits)
+        logits, bias, choice, indices if with_indices else None, forms, balance
     )
-    return (*[logits.new_empty(0) if found is None else found for found in made], indices)
+    return (*[logits.new_empty(0) if found is None else found for found in made], indices, added)
 
 
 def _indices_of(logits: torch.Tensor, topk: int, wanted: bool) -> torch.Tensor:
@@ -177,13 +198,14 @@ def _indices_of(logits: torch.Tensor, topk: int, wanted: bool) -> torch.Tensor:
 def _router_fake(
     logits: torch.Tensor,
     bias: torch.Tensor | None,
+    bounds: torch.Tensor | None,
     counts: list[int],
     score_function: str,
     over: str,
     factor: float,
     wanted: list[bool],
 ) -> Any:
-    del bias, score_function, factor
+    del bias, bounds, score_function, factor
     in_bits, with_indices = wanted
     like, (*leading, experts) = logits.new_empty, logits.shape
     bits = like((*leading, -(-experts // 8)), dtype=torch.uint8) if in_bits else like(0)
@@ -193,12 +215,13 @@ def _router_fake(
         like(logits.shape, dtype=torch.bool),
         bits,
         _indices_of(logits, counts[0], with_indices),
+        like((experts if counts[3] else 0, counts[3]), dtype=torch.int32),
     )
 
 
 _router = register(
-    "moe_router(Tensor logits, Tensor? bias, SymInt[] counts, str score_function, str over, float factor, "
-    "bool[] wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "moe_router(Tensor logits, Tensor? bias, Tensor? bounds, SymInt[] counts, str score_function, str over, "
+    "float factor, bool[] wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _router_run,
     _router_fake,
 )
@@ -245,12 +268,12 @@ class _TracedRoute(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
-        logits, _, counts, score_function, over, factor, _ = arguments
-        probs, scores, chosen, bits, indices = _router(*arguments)
+        logits, _, _, counts, score_function, over, factor, _ = arguments
+        probs, scores, chosen, bits, indices, added = _router(*arguments)
         ctx.save_for_backward(scores, chosen, logits.new_empty(0))
         ctx.how = counts[0], score_function, over, factor
-        ctx.mark_non_differentiable(chosen, bits, indices)
-        return probs, chosen, bits, indices
+        ctx.mark_non_differentiable(chosen, bits, indices, added)
+        return probs, chosen, bits, indices, added
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> Any:
@@ -259,4 +282,4 @@ class _TracedRoute(torch.autograd.Function):
         dlogits = _router_bwd(
             grad.contiguous(), scores, chosen, topk, score_function, over, factor, like
         )
-        return dlogits, None, None, None, None, None, None
+        return dlogits, None, None, None, None, None, None, None

@@ -2,7 +2,7 @@
 
 Scores and choice are one launch. The loss is made of torch operations, which also replace the kernels for tensors that
 these do not take. All functions compute in FP32, are deterministic, do not synchronise and have static shapes, so that
-graphs can capture them.
+graphs can capture them. Only the bounds of quantile balancing are read, once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from te_fast.errors import ArgumentError, DeviceError, DtypeError, ShapeError, UnsupportedError
+from te_fast.errors import ArgumentError, DeviceError, DtypeError, ShapeError
+from te_fast.moe import balancing
 from te_fast.moe import choice as kernels
 from te_fast.runtime.arguments import check_numbers, check_positive_sizes, check_sizes
 
@@ -263,8 +264,17 @@ def fused_topk_with_score_function(
     topk_indices : torch.Tensor, optional
         int16, int32 or int64 ``(..., topk)`` that receives the experts of each token, and is returned in place of the
         map, whose format then stays at its default.
-    qb_histogram, qb_bin_bounds, qb_histogram_mode : optional
-        Quantile balancing; not supported.
+    qb_histogram : torch.Tensor, optional
+        Quantile balancing of sigmoid scores with `expert_bias`, without groups, and with `topk` below the number of
+        experts: contiguous int32 ``(experts, bins)``, to which the call adds one per token and expert, in place. The
+        value that it counts is the bias that the expert lacks, ``cutoff - score``. `cutoff` is the largest score with
+        its bias among the experts of the token that were not chosen. A forward that checkpoints repeat counts again.
+    qb_bin_bounds : torch.Tensor, optional
+        Contiguous float32 ``(2,)``, the finite lower and upper bound of the bins, which have equal widths. Values
+        outside of them count in the first and in the last bin, NaN in the first. The call reads the bounds once, which
+        synchronises, and again whenever they have changed; so call once before a capture into a CUDA graph.
+    qb_histogram_mode : {'two_kernel', 'fused_atomic'}, optional
+        Goes with the two tensors. Both modes count in the router's own launch, by the same kernel, with equal results.
 
     Returns
     -------
@@ -277,8 +287,10 @@ def fused_topk_with_score_function(
     ------
     ArgumentError, ShapeError, DtypeError
         If an argument does not fit.
-    UnsupportedError
-        For quantile balancing.
+    HistogramError, DeviceError
+        If a tensor of quantile balancing, or `topk` with it, does not fit.
+    StateError
+        If a graph is captured with bounds that no call has read before.
 
     See Also
     --------
@@ -302,9 +314,12 @@ def fused_topk_with_score_function(
     """
     _check(logits)
     form = _format_of(routing_map_format)
-    if any(value is not None for value in (qb_histogram, qb_bin_bounds, qb_histogram_mode)):
-        message = "router: quantile balancing (qb_histogram and its kin) is not supported yet; leave it out"
-        raise UnsupportedError(message)
+    balances = (
+        qb_histogram is not None or qb_bin_bounds is not None or qb_histogram_mode is not None
+    )
+    if balances:
+        given = qb_histogram, qb_bin_bounds, qb_histogram_mode
+        balancing.check_request(given, score_function, expert_bias, (num_groups, group_topk))
     choice = choice_of(
         logits.shape[-1],
         topk,
@@ -317,13 +332,16 @@ def fused_topk_with_score_function(
     )
     if topk_indices is not None:
         _check_indices(logits, topk, topk_indices, form)
+    balance = None
+    if balances:
+        balance = balancing.balance_of(qb_histogram, qb_bin_bounds, logits, topk)
     if kernels.takes(logits):
         in_bits = form is RoutingMapFormat.BITMAP_U8
         probs, chosen = kernels.route(
-            logits, expert_bias, choice, in_bits=in_bits, indices=topk_indices
+            logits, expert_bias, choice, in_bits=in_bits, indices=topk_indices, balance=balance
         )
     else:
-        probs, indices = _route_by_torch(logits, expert_bias, choice)
+        probs, indices = _route_by_torch(logits, expert_bias, choice, balance)
         if topk_indices is None:
             chosen = _map_of(indices, logits.shape[-1], form)
         else:
@@ -332,7 +350,10 @@ def fused_topk_with_score_function(
 
 
 def _route_by_torch(
-    logits: torch.Tensor, expert_bias: torch.Tensor | None, how: kernels.Choice
+    logits: torch.Tensor,
+    expert_bias: torch.Tensor | None,
+    how: kernels.Choice,
+    balance: balancing.Balance | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the probabilities, and the experts of each token, best first."""
     topk, num_groups, group_topk, score_function, over, factor = how
@@ -343,7 +364,10 @@ def _route_by_torch(
     choice = biased.detach()
     if num_groups:
         choice = _in_best_groups(choice, topk, num_groups, group_topk)
-    indices = _top(choice, topk)
+    indices = _top(choice, topk if balance is None else topk + 1)
+    if balance is not None:
+        balancing.count_lacks(balance, scores, choice.gather(-1, indices[..., topk:]))
+        indices = indices[..., :topk]
     chosen = biased.gather(-1, indices)
     if expert_bias is not None:
         chosen = chosen - expert_bias.detach().float()[indices]

@@ -35,7 +35,7 @@ _NAMES = {
     "te_fast.pytorch.ops": "ScaledTanhSReLU is_op_fuser_grouped_tensor_path_supported",
     "te_fast.pytorch.ops.basic": "ScaledTanhSReLU is_op_fuser_grouped_tensor_path_supported",
     "te_fast.pytorch.router": (
-        "FusedAuxLoss FusedComputeScoresForMoEAuxLoss FusedTopkScoreFunction FusedTopkScoreFunctionQB QBHistogramMode "
+        "FusedAuxLoss FusedComputeScoresForMoEAuxLoss FusedTopkScoreFunction FusedTopkScoreFunctionQB "
         "mark_qb_bin_bounds_validated"
     ),
     "te_fast.pytorch.distributed": ("FullyShardedDataParallel symmetric_all_reduce"),

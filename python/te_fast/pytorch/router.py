@@ -1,6 +1,7 @@
 """Functions of MoE routers where Transformer Engine has them."""
 
 from te_fast._names import publish
+from te_fast.moe.balancing import QBHistogramMode
 from te_fast.moe.router import (
     RoutingMapFormat,
     fused_compute_score_for_moe_aux_loss,
@@ -10,6 +11,7 @@ from te_fast.moe.router import (
 from te_fast.pytorch._missing import missing
 
 __all__ = [
+    "QBHistogramMode",
     "RoutingMapFormat",
     "fused_compute_score_for_moe_aux_loss",
     "fused_moe_aux_loss",

@@ -317,6 +317,8 @@ constants! {
         OVER_ALL: u32 = 2;
         /// Size of `RouterParams`.
         ROUTER_PARAMS_BYTES: usize = 96;
+        /// Size of `RouterBalancedParams`.
+        ROUTER_BALANCED_PARAMS_BYTES: usize = 120;
         /// Size of `RouterBwdParams`.
         ROUTER_BWD_PARAMS_BYTES: usize = 64;
         /// Size of `UnpermuteParams`.

@@ -355,6 +355,8 @@ kernels! {
     UnpermuteBwd(Float) "unpermute_bwd" in PermuteMerge;
     /// Scores, choice and probabilities of a router.
     RouterFwd(Float) "router_fwd" in Router;
+    /// The same, and a histogram of the biases that experts lack.
+    RouterBalanced(Float) "router_balanced_fwd" in Router;
     /// Gradient of its logits.
     RouterBwd(Float) "router_bwd" in Router;
     /// Rows moved in segments: padding, unpadding, chunk sorting.

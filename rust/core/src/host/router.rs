@@ -7,7 +7,7 @@ use te_fast_kernels::{Float, KernelId};
 use crate::base::error::{Error, Result};
 use crate::base::pointer::DevPtr;
 use crate::host::fp8::Real;
-use crate::ops::router::{RouterBwdParams, RouterParams};
+use crate::ops::router::{RouterBalancedParams, RouterBwdParams, RouterParams};
 
 /// Added to sums of scores, so that they are not zero.
 const EPS: f32 = 1e-20;
@@ -20,9 +20,23 @@ const LINEAR_FROM: f32 = 20.0;
 /// An id that does not take these parameters.
 pub(crate) fn run(p: &RouterParams<'_>, id: KernelId) -> Result<()> {
     match id {
-        KernelId::RouterFwd(Float::F32) => forward::<f32>(p),
-        KernelId::RouterFwd(Float::F16) => forward::<f16>(p),
-        KernelId::RouterFwd(Float::Bf16) => forward::<bf16>(p),
+        KernelId::RouterFwd(Float::F32) => forward::<f32>(p, None),
+        KernelId::RouterFwd(Float::F16) => forward::<f16>(p, None),
+        KernelId::RouterFwd(Float::Bf16) => forward::<bf16>(p, None),
+        _ => return Err(Error::state("router", id.symbol())),
+    }
+    Ok(())
+}
+
+/// Runs `router_balanced_fwd_*`.
+///
+/// # Errors
+/// An id that does not take these parameters.
+pub(crate) fn run_balanced(p: &RouterBalancedParams<'_>, id: KernelId) -> Result<()> {
+    match id {
+        KernelId::RouterBalanced(Float::F32) => forward::<f32>(&p.route, Some(p)),
+        KernelId::RouterBalanced(Float::F16) => forward::<f16>(&p.route, Some(p)),
+        KernelId::RouterBalanced(Float::Bf16) => forward::<bf16>(&p.route, Some(p)),
         _ => return Err(Error::state("router", id.symbol())),
     }
     Ok(())
@@ -96,7 +110,21 @@ fn in_best_groups(choice: &mut [f32], topk: usize, groups: usize, group_topk: us
     }
 }
 
-fn forward<T: Real>(p: &RouterParams<'_>) {
+/// Counts the bias that each expert lacks, of a token with these scores and these values for the choice.
+fn count_lacks(p: &RouterBalancedParams<'_>, scores: &[f32], choice: &[f32]) {
+    let bins = p.bins as usize;
+    let [lower, upper] = *p.bounds.slice::<f32>(2) else { return };
+    let scale = p.bins as f32 / (upper - lower);
+    let topk = p.route.topk as usize;
+    let cutoff = choice[best(choice, topk + 1)[topk]];
+    let histogram = p.histogram.slice_mut::<i32>(scores.len() * bins);
+    for (score, counts) in scores.iter().zip(histogram.chunks_mut(bins)) {
+        let bin = ((cutoff - score - lower) * scale).floor() as i32; // saturates; NaN is 0
+        counts[(bin.max(0) as usize).min(bins - 1)] += 1;
+    }
+}
+
+fn forward<T: Real>(p: &RouterParams<'_>, balanced: Option<&RouterBalancedParams<'_>>) {
     let (experts, topk) = (p.experts as usize, p.topk as usize);
     let logits = p.logits.slice::<T>(p.tokens as usize * experts);
     let bias = p.bias.slice::<f32>(experts);
@@ -120,6 +148,9 @@ fn forward<T: Real>(p: &RouterParams<'_>) {
         }
         let chosen = best(&choice, topk);
         note(p, token, &chosen);
+        if let Some(balanced) = balanced {
+            count_lacks(balanced, &scores, &choice);
+        }
         if p.over == moe::OVER_ALL {
             let probs = p.probs.offset(4 * first).slice_mut::<f32>(experts);
             probs.copy_from_slice(&scores);

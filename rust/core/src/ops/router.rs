@@ -81,6 +81,16 @@ pointers! {
 }
 
 pointers! {
+    /// Buffers of a histogram of the biases that experts lack.
+    pub struct BalancePointers {
+        /// i32 `[experts, bins]`, to which the router adds.
+        histogram,
+        /// f32, the lower and the upper bound of the bins.
+        bounds,
+    }
+}
+
+pointers! {
     /// Buffers of a router's backward.
     pub struct RouterBwdPointers {
         /// Gradient of the probabilities, of their type.
@@ -116,6 +126,18 @@ params! {
         pub factor: f32,
         /// Bytes of an index.
         pub index_bytes: u32,
+    }
+}
+
+params! {
+    /// Parameters of `router_balanced_fwd_*`.
+    pub struct RouterBalancedParams<'a> [moe::ROUTER_BALANCED_PARAMS_BYTES] for RouterBalanced
+        => host::router::run_balanced {
+        ..BalancePointers,
+        /// Bins of an expert.
+        pub bins: u64,
+        /// The router's own.
+        pub route: RouterParams<'a>,
     }
 }
 
@@ -205,12 +227,46 @@ impl RouterPlan {
     /// # Errors
     /// The driver's refusal.
     pub fn run(&self, target: &mut Target<'_>, at: &RouterPointers<DevPtr<'_>>) -> Result<()> {
-        let RouterSpec { tokens, experts, topk, groups: (groups, group_topk), score, over, factor, input, index_bytes } =
-            self.spec;
+        if self.spec.tokens == 0 {
+            return Ok(());
+        }
+        launch(target, KernelId::RouterFwd(self.spec.input), self.grid, &self.params(at))
+    }
+
+    /// Launches the forward, which also adds each token's biases that experts lack to a histogram of `bins` bins.
+    ///
+    /// # Errors
+    /// A router that is not of sigmoid scores with a bias and without groups, no expert beside the chosen ones, no bins or
+    /// too many, or the driver's refusal.
+    pub fn run_balanced(
+        &self,
+        target: &mut Target<'_>,
+        at: &RouterPointers<DevPtr<'_>>,
+        balance: &BalancePointers<DevPtr<'_>>,
+        bins: usize,
+    ) -> Result<()> {
+        let RouterSpec { tokens, experts, topk, groups, score, over, input, .. } = self.spec;
+        if score != Score::Sigmoid || over != Over::Chosen || groups.0 != 0 || at.bias.is_null() {
+            return Err(Error::value(OP, "a histogram needs sigmoid scores, a bias of the experts, and no groups"));
+        }
+        if topk >= experts {
+            return Err(Error::shape(OP, "topk", format_args!("below the {experts} experts of a histogram"), topk));
+        }
+        if !(1..=i32::MAX as usize).contains(&bins) {
+            return Err(Error::shape(OP, "bins of the histogram", "1 to 2**31 - 1", bins));
+        }
         if tokens == 0 {
             return Ok(());
         }
-        let params = RouterParams {
+        let params = RouterBalancedParams { at: *balance, bins: bins as u64, route: self.params(at) };
+        launch(target, KernelId::RouterBalanced(input), self.grid, &params)
+    }
+
+    fn params<'a>(&self, at: &RouterPointers<DevPtr<'a>>) -> RouterParams<'a> {
+        let RouterSpec {
+            tokens, experts, topk, groups: (groups, group_topk), score, over, factor, index_bytes, ..
+        } = self.spec;
+        RouterParams {
             at: *at,
             tokens: tokens as u64,
             experts: experts as u32,
@@ -221,8 +277,7 @@ impl RouterPlan {
             over: over as u32,
             factor,
             index_bytes: index_bytes as u32,
-        };
-        launch(target, KernelId::RouterFwd(input), self.grid, &params)
+        }
     }
 
     /// Launches the backward.
@@ -251,6 +306,7 @@ impl RouterPlan {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::launch::trace::Trace;
 
     #[test]
     fn choices_that_are_none_are_refused() {
@@ -271,5 +327,34 @@ mod tests {
         {
             assert!(RouterPlan::new(RouterSpec { experts, topk, groups, ..spec }).is_err());
         }
+    }
+
+    #[test]
+    fn histograms_of_other_routers_are_refused() {
+        let spec = RouterSpec {
+            tokens: 0,
+            experts: 16,
+            topk: 4,
+            groups: (0, 0),
+            score: Score::Sigmoid,
+            over: Over::Chosen,
+            factor: 1.0,
+            input: Float::F32,
+            index_bytes: 0,
+        };
+        let mut bias = [0.0_f32; 16];
+        let at = RouterPointers { bias: DevPtr::from_slice(&mut bias), ..RouterPointers::default() };
+        let run = |spec, at: &RouterPointers<DevPtr<'_>>, bins| {
+            let plan = RouterPlan::new(spec)?;
+            plan.run_balanced(&mut Target::host(&mut Trace::default()), at, &BalancePointers::default(), bins)
+        };
+        assert!(run(spec, &at, 10).is_ok());
+        assert!(run(spec, &RouterPointers::default(), 10).is_err());
+        assert!(run(spec, &at, 0).is_err());
+        assert!(run(spec, &at, 1 << 31).is_err());
+        assert!(run(RouterSpec { topk: 16, ..spec }, &at, 10).is_err());
+        assert!(run(RouterSpec { groups: (4, 2), ..spec }, &at, 10).is_err());
+        assert!(run(RouterSpec { score: Score::Softmax, ..spec }, &at, 10).is_err());
+        assert!(run(RouterSpec { over: Over::All, ..spec }, &at, 10).is_err());
     }
 }

@@ -40,6 +40,11 @@ impl<'a, 'py> Input<'a, 'py> {
         tensor.map(|tensor| Self::new(state, tensor, what)).transpose()
     }
 
+    /// Whether the kernel gets a copy, so that what it writes does not come back.
+    pub(crate) fn is_copy(&self) -> bool {
+        self.copy.is_some()
+    }
+
     #[inline]
     pub(crate) fn view(&self, state: &State) -> PyResult<TensorView<'_>> {
         match &self.copy {

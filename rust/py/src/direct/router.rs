@@ -4,12 +4,14 @@ use pyo3::prelude::*;
 use te_fast_core::base::dtype::DType;
 use te_fast_core::base::pointer::DevPtr;
 use te_fast_core::base::tensor::TensorView;
-use te_fast_core::ops::router::{Over, RouterBwdPointers, RouterPlan, RouterPointers, RouterSpec, Score};
+use te_fast_core::ops::router::{
+    BalancePointers, Over, RouterBwdPointers, RouterPlan, RouterPointers, RouterSpec, Score,
+};
 use te_fast_core::{Error, Float};
 
 use crate::direct::call::{DirectCall, Input};
 use crate::error::IntoPython;
-use crate::torch::process::state;
+use crate::torch::process::{State, state};
 
 const OP: &str = "router";
 
@@ -47,15 +49,50 @@ fn data<'a>(view: Option<&TensorView<'a>>) -> DevPtr<'a> {
     view.map_or(DevPtr::null(), TensorView::data)
 }
 
-/// Probabilities, scores for backward, map and its bits; the last three only on request. Writes `indices`.
+/// A histogram that a router adds to, and the bounds of its bins.
+pub(crate) struct Balance<'a, 'py> {
+    histogram: Input<'a, 'py>,
+    bounds: Input<'a, 'py>,
+}
+
+impl<'a, 'py> Balance<'a, 'py> {
+    fn new(state: &State, (histogram, bounds): &'a (Bound<'py, PyAny>, Bound<'py, PyAny>)) -> PyResult<Self> {
+        let histogram = Input::new(state, histogram, "qb_histogram")?;
+        Ok(Self { histogram, bounds: Input::new(state, bounds, "qb_bin_bounds")? })
+    }
+
+    /// The checked pointers, and the number of bins.
+    fn pointers<'b>(
+        &'b self,
+        call: &DirectCall<'_, 'py>,
+        experts: usize,
+    ) -> PyResult<(BalancePointers<DevPtr<'b>>, usize)> {
+        if self.histogram.is_copy() {
+            return Err(Error::value(OP, "qb_histogram is written in place and must be contiguous")).python();
+        }
+        let (histogram, bounds) = (self.histogram.view(call.state)?, self.bounds.view(call.state)?);
+        for (view, what, dtype) in [(&histogram, "qb_histogram", DType::I32), (&bounds, "qb_bin_bounds", DType::F32)] {
+            call.same_device(view, what)?;
+            call.dtype(view, what, dtype)?;
+        }
+        call.shape(&bounds, "qb_bin_bounds", &[2])?;
+        let bins = histogram.shape().last().map_or(0, |&bins| bins);
+        call.shape(&histogram, "qb_histogram", &[experts as i64, bins])?;
+        Ok((BalancePointers { histogram: histogram.data(), bounds: bounds.data() }, bins as usize))
+    }
+}
+
+/// Probabilities, scores for backward, map and its bits; the last three only on request. Writes `indices`, and adds to the
+/// histogram of `balance`.
 #[pyfunction]
-#[pyo3(signature = (logits, bias, choice, indices, wanted, /))]
+#[pyo3(signature = (logits, bias, choice, indices, wanted, balance = None, /))]
 pub(crate) fn router_forward<'py>(
     logits: &Bound<'py, PyAny>,
     bias: Option<&Bound<'py, PyAny>>,
     choice: Choice<'_>,
     indices: Option<&Bound<'py, PyAny>>,
     wanted: (bool, bool, bool),
+    balance: Option<(Bound<'py, PyAny>, Bound<'py, PyAny>)>,
 ) -> PyResult<[Option<Bound<'py, PyAny>>; 4]> {
     let py = logits.py();
     let state = state(py)?;
@@ -86,6 +123,8 @@ pub(crate) fn router_forward<'py>(
             other => return Err(Error::dtype(OP, "topk_indices", "integers of 16, 32 or 64 bits", other)).python(),
         };
     }
+    let balance = balance.as_ref().map(|balance| Balance::new(state, balance)).transpose()?;
+    let balance = balance.as_ref().map(|balance| balance.pointers(&call, experts)).transpose()?;
     let plan = RouterPlan::new(spec).python()?;
     let (shape, (scores, map, bits)) = (view.shape(), wanted);
     let mut in_bits = shape.to_vec();
@@ -104,7 +143,10 @@ pub(crate) fn router_forward<'py>(
         bits: call.pointer(bits.as_ref())?,
         indices: data(indices.as_ref()),
     };
-    call.run(0, |target, _| plan.run(target, &at))?;
+    call.run(0, |target, _| match &balance {
+        None => plan.run(target, &at),
+        Some((balance, bins)) => plan.run_balanced(target, &at, balance, *bins),
+    })?;
     Ok([probs, scores, map, bits])
 }
 
