@@ -110,6 +110,12 @@ class SplitLinear(PartedLayer):
         used = {name: getattr(self, name) for name in self._norm_names()} | {"weight": weight}
         return (used | {"bias": self._bias()} if self.apply_bias else used), version
 
+    def _sizes_of_parameters(self) -> dict[str, tuple[int, ...]]:
+        rows = [self.out_features] if self._parts is None else list(self._parts.values())
+        weights = zip(self.weight_names, ((n, self.in_features) for n in rows), strict=True)
+        biases = zip(self.bias_names, ((n,) for n in rows), strict=True)
+        return dict(weights) | (dict(biases) if self.use_bias else {}) | self._sizes_of_norm()
+
     def _traced_names(self) -> tuple[tuple[str, ...], ...]:
         norms = [(name,) for name in self._norm_names()]
         kinds = (self.weight_names, self.bias_names) if self.apply_bias else (self.weight_names,)
