@@ -63,8 +63,7 @@ class Model(torch.nn.Module):
         mode = {"tensor_parallel_group": group, "device": "cpu", "dtype": torch.bfloat16}
         self.chain = te.ops.Sequential(
             te.ops.Linear(HIDDEN, FFN, tensor_parallel_mode="column", **mode),
-            # Each rank adds its bias to the sum, so it is not a share of one bias.
-            te.ops.Linear(FFN, HIDDEN, bias=False, tensor_parallel_mode="row", **mode),
+            te.ops.Linear(FFN, HIDDEN, tensor_parallel_mode="row", **mode),
         )
 
     def forward(self, x):
@@ -124,6 +123,31 @@ def other_numbers_of_ranks():
         ):
             assert torch.equal(parameter, own), name
         assert torch.equal(other(inputs()), expected)
+
+
+@scene
+def biases_that_ranks_add():
+    """Each rank of a row-parallel operation adds its own bias; a checkpoint has their sum."""
+    options = {"tensor_parallel_mode": "row", "device": "cpu"}
+    with torch.no_grad(), folder() as first, folder() as second:
+        shared = te.ops.Linear(FFN, HIDDEN, tensor_parallel_group=dist.group.WORLD, **options)
+        shared.bias.copy_(torch.arange(HIDDEN) + 1.0 + dist.get_rank())
+        total = shared.bias.clone()
+        dist.all_reduce(total)
+        save(shared, first)
+        assert torch.equal(shared.bias, torch.arange(HIDDEN) + 1.0 + dist.get_rank())
+        whole = te.ops.Linear(FFN, HIDDEN, tensor_parallel_group=alone(), **options)
+        load(whole, first)
+        assert torch.equal(whole.bias, total)
+        again = te.ops.Linear(FFN, HIDDEN, tensor_parallel_group=dist.group.WORLD, **options)
+        load(again, first)
+        assert torch.equal(again.bias * dist.get_world_size(), total)
+        save(whole, second)
+        load(shared, second)
+        assert torch.equal(shared.bias, again.bias)
+        x = torch.randn(8, FFN, generator=torch.Generator().manual_seed(0))
+        mine = x.chunk(dist.get_world_size(), 1)[dist.get_rank()]
+        close(shared(mine), torch.nn.functional.linear(x, whole.weight, total))
 
 
 @scene

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 
 import te_fast.pytorch as te
@@ -126,7 +128,54 @@ def uneven(name):
         return str(error)
 
 
+def resumes(name):
+    """Losses after a distributed checkpoint, and of the run that wrote it."""
+    # So that the next scale follows from the maximum that the checkpoint has.
+    options = {"amax_compute_algo": "most_recent"} if name == "delayed" else {}
+    recipe, at = RECIPES[name](**options), str(Path(sys.argv[2]) / name)
+
+    def train(model, optimizer, numbers):
+        losses = []
+        for number in numbers:
+            x = torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(number)).bfloat16()
+            optimizer.zero_grad()
+            with te.autocast(recipe=recipe):
+                loss = model(x).float().pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    def fresh():
+        model = shard(build(recipe))
+        with torch.no_grad():  # no rank has the larger maxima of both layers
+            for number, layer in enumerate(model):
+                local = layer.weight.to_local()
+                local.copy_(local.dequantize() * (1 + (number + dist.get_rank()) % 2))
+        options = {"lr": 1e-2, "master_weights": True}
+        return model, te.optimizers.FusedAdam(model.parameters(), **options)
+
+    # The first model has trained on before the second one exists: the end of a region updates the scales of both.
+    saved, first = fresh()
+    train(saved, first, range(3))
+    model_state, states = get_state_dict(saved, first)
+    dcp.save({"model": model_state, "optimizer": states}, checkpoint_id=at)
+    expected = train(saved, first, range(3, 8))
+    loaded, second = fresh()
+    train(loaded, second, [20])  # it has scales already, of another step
+    model_state, states = get_state_dict(loaded, second)
+    state = {"model": model_state, "optimizer": states}
+    dcp.load(state, checkpoint_id=at)
+    set_state_dict(
+        loaded, second, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
+    runs = [expected, train(loaded, second, range(3, 8))]
+    pairs = zip(saved.parameters(), loaded.parameters(), strict=True)
+    return {"losses": runs, "alike": all(torch.equal(*map(whole, pair)) for pair in pairs)}
+
+
 SCENES = {
+    **{f"resumes {name}": (resumes, name) for name in RECIPES},
     **{f"trains {name} True": (trains_as_one, name, True) for name in RECIPES},
     "trains current False": (trains_as_one, "current", False),
     **{f"flat {name}": (stays_flat, name) for name in RECIPES},

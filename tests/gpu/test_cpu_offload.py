@@ -111,8 +111,9 @@ def test_all_that_attention_saves_leaves_the_device(recipe):
         assert (kept.double() - moved.double()).norm() <= 0.05 * kept.double().norm()
 
 
-def test_memory_that_is_still_written_is_used_again_only_behind_the_copy():
-    """As after an error in a backward that has begun to copy back."""
+@pytest.mark.parametrize("way", ["error", "release", "drop"])
+def test_memory_that_is_still_written_is_used_again_only_behind_the_copy(way):
+    """As after an error in a backward that has begun to copy back, or if the caller releases such memory."""
     size = 64 << 20
     for number in range(10):
         memory = Kept(torch.full((size,), number, dtype=torch.uint8, device="cuda"), Stream())
@@ -122,7 +123,13 @@ def test_memory_that_is_still_written_is_used_again_only_behind_the_copy():
         torch.cuda.synchronize()
         memory.start_reload()
         place = memory._on_device.data_ptr()
-        del memory
+        if way == "error":
+            del memory
+        elif way == "release":
+            memory.release()
+        else:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                memory.drop()
         other = torch.full((size,), 100, dtype=torch.uint8, device="cuda")
         assert other.data_ptr() == place
         torch.cuda.synchronize()

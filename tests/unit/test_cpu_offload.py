@@ -199,6 +199,29 @@ def test_memory_that_is_still_written_is_freed_behind_the_copy(is_read):
     assert streams.waits == ([] if is_read else [("copy", "compute")])
 
 
+@pytest.mark.parametrize("way", ["release", "drop"])
+def test_memory_that_is_let_go_during_the_copy_back_is_freed_behind_it(way):
+    """As by `release_activation_forward_gpu_memory` after `start_reload_layer`, or on another stream."""
+    streams = Streams()
+    memory = kept.Kept(torch.arange(1024.0), streams)
+    memory.watch(torch.zeros(1024))
+    assert memory.start_offload()
+    memory.release()
+    memory.start_reload()
+    streams.waits.clear()
+    if way == "drop":
+        streams.current = lambda: "another"
+    getattr(memory, way)()
+    assert ("copy", "compute") in streams.waits
+    assert memory._on_device is None
+    streams.waits.clear()
+    assert torch.equal(memory.get().view(torch.float32), torch.arange(1024.0))  # copied once more
+    assert streams.waits == [("copy", None)]
+    streams.waits.clear()
+    del memory  # nothing is written any more
+    assert streams.waits == []
+
+
 def test_a_tensor_that_is_saved_twice_is_copied_once(copies):
     context, synchronize = te.get_cpu_offload_context(True, 1, 3)
     weight, x = torch.randn(32, 32, requires_grad=True), torch.randn(32, 32)

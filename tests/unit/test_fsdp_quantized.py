@@ -62,3 +62,12 @@ def test_uneven_shards(ranks):
         assert rank["uneven delayed"] is True
         assert rank["uneven current"] is True
         assert "128 rows or a multiple a rank" in rank["uneven block"]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_distributed_checkpoints_resume_bit_for_bit(ranks, name):
+    for rank in ranks:
+        seen = rank[f"resumes {name}"]
+        assert seen["losses"][0] == seen["losses"][1]
+        assert seen["alike"]
+        assert len(set(seen["losses"][0])) == 5

@@ -224,6 +224,17 @@ def test_arguments_that_no_layer_can_have_are_named(layer):
             make(layer, parameters_split=(48, 48))
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("part", ["layer_norm", "return", "use", "apply_", "_", ""])
+@pytest.mark.parametrize("layer", [te.Linear, te.LayerNormLinear])
+def test_names_of_parts_that_would_replace_attributes(layer, part, bias):
+    # Transformer Engine loses the norm, or an option of the layer.
+    with pytest.raises(KeyError, match=r"Layer_\d+: parameters_split must .*: attribute '.*exists"):
+        layer(32, 32, device="cpu", bias=bias, parameters_split=(part, "c"))
+    names = ["a_weight", "b_weight"]
+    assert layer(32, 32, device="cpu", parameters_split=("a", "b__")).weight_names == names
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("layer", LAYERS)
 def test_an_input_that_cannot_be_read_is_told_apart(layer, recipe):

@@ -511,6 +511,9 @@ class TransformerEngineBaseModule(StatefulModule):
     def _scaling_states(self) -> tuple[Any, Any]:
         return self.fp8_meta.get("scaling_fwd"), self.fp8_meta.get("scaling_bwd")
 
+    def _after_scales(self) -> None:
+        primary.restore_maxima(self)
+
     def _make_scaling_states(self, recipe: Recipe) -> None:
         self.fp8_meta.update(recipe=recipe, fp8_checkpoint=True)
         self.init_fp8_meta_tensors(recipe)

@@ -19,6 +19,7 @@ from te_fast.errors import (
 )
 from te_fast.graphs.form import forward_traced
 from te_fast.graphs.refusal import refusal
+from te_fast.layers.missing import name_the_wrong_one
 from te_fast.layers.parameters import (
     Init,
     check_sizes,
@@ -304,6 +305,16 @@ class GroupedLinear(PartedLayer):
             weight, version = concatenate(parts, self, overwrite=is_first_microbatch is True)
         used = {"weight": weight}
         return (used | {"bias": self._bias()} if self.apply_bias else used), version
+
+    def _sizes_of_parameters(self) -> dict[str, tuple[int, ...]]:
+        stack = (self.num_gemms,)
+        weight, bias = (self.out_features, self.in_features), (self.out_features,)
+        if self.single_grouped_weight:
+            weight = (*stack, *weight)  # type: ignore[assignment]
+        if self.single_grouped_bias:
+            bias = (*stack, *bias)  # type: ignore[assignment]
+        sizes: dict[str, tuple[int, ...]] = dict.fromkeys(self.weight_names, weight)
+        return sizes | (dict.fromkeys(self.bias_names, bias) if self.use_bias else {})
 
     def _traced_names(self) -> tuple[tuple[str, ...], ...]:
         kinds = (self.weight_names, self.bias_names) if self.apply_bias else (self.weight_names,)
@@ -616,6 +627,26 @@ class GroupedLinear(PartedLayer):
                 return GroupedLinear.forward(
                     self, inp, m_splits, is_first_microbatch, out, dgrad_out
                 )
+        if traced:
+            return self._forward_any(inp, m_splits, is_first_microbatch, out, dgrad_out)
+        try:
+            return self._forward_any(inp, m_splits, is_first_microbatch, out, dgrad_out)
+        except (AttributeError, RuntimeError, TypeError):
+            name_the_wrong_one(self, self._sizes_of_parameters())
+            raise
+
+    _called_forward = forward
+
+    def _forward_any(
+        self,
+        inp: torch.Tensor,
+        m_splits: Sequence[int] | torch.Tensor,
+        is_first_microbatch: bool | None,
+        out: torch.Tensor | None,
+        dgrad_out: torch.Tensor | None,
+    ) -> torch.Tensor | tuple[torch.Tensor, Any]:
+        """Run the forward of calls that the native side does not take at once, by the recipe of the region in force."""
+        traced = is_traced(inp)
         if is_needed(inp, self.in_features, self.out_features):
             given = out is not None or dgrad_out is not None
             refuse(self.name, {"out or dgrad_out of experts that run one by one": given})
@@ -638,8 +669,6 @@ class GroupedLinear(PartedLayer):
         if y is None:
             y = self._general(inp, splits, is_first_microbatch, buffers)
         return self._with_biases(y) if self.return_bias else y
-
-    _called_forward = forward
 
     def _note_looped_region(self) -> None:
         """Note the region for a forward that torch's checkpoint repeats outside of it, in place of the program's."""

@@ -307,6 +307,15 @@ class LayerNormMLP(ProgramLayer):
         used = [name for name in names if biases.get(name, True)]
         return {name: getattr(self, name) for name in (*self._norm_names(), *used)}, None
 
+    def _sizes_of_parameters(self) -> dict[str, tuple[int, ...]]:
+        hidden, ffn, rows = self.hidden_size, self.size_per_partition, self._fc1_rows
+        weights: dict[str, tuple[int, ...]] = {
+            "fc1_weight": (rows, hidden),
+            "fc2_weight": (hidden, ffn),
+        }
+        biases: dict[str, tuple[int, ...]] = {"fc1_bias": (rows,), "fc2_bias": (hidden,)}
+        return weights | (biases if self.use_bias else {}) | self._sizes_of_norm()
+
     def _linear_weights(self) -> tuple[str, ...]:
         return self._LINEARS
 

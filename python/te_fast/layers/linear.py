@@ -196,10 +196,11 @@ class Linear(SplitLinear):
         """Run the forward of calls that the native fast path does not take, by the recipe of the region in force."""
         if autocast_state.fp8_enabled:
             refuse_nested(self, inp)
-        device = getattr(self, self.weight_names[0]).device
+        # A parametrization may compute the weight anew at each access, so it is read once.
+        parameters, version = self._used_parameters(is_first_microbatch)
+        device = parameters["weight"].device
         check_input(self, inp, "in_features", self.in_features, device)
         self.set_activation_dtype(inp)
-        parameters, version = self._used_parameters(is_first_microbatch)
         if self._exchange or (autocast_state.fp8_enabled and self.in_features != 0):
             self._refuse_functorch("in FP8; call the layer outside of te_fast.pytorch.autocast")
             out = self._forward_on(parameters, version, inp, is_first_microbatch, **in_fp8)

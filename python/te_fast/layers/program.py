@@ -17,6 +17,7 @@ from te_fast.graphs.form import Form, forward_traced, text_of
 from te_fast.graphs.traced import Traced
 from te_fast.layers.base import TransformerEngineBaseModule, _callers_level
 from te_fast.layers.load_torch import copy_into
+from te_fast.layers.missing import name_the_wrong_one
 from te_fast.layers.parameters import constant, initialise, materialise, refuse
 from te_fast.layers.recomputed import recomputed
 from te_fast.layers.segments import Segments, SegmentsInGraphs
@@ -121,6 +122,13 @@ class ProgramLayer(TransformerEngineBaseModule):
         """Return the parameters that the program reads, in op order, and a version of concatenated ones."""
         raise NotImplementedError
 
+    def _sizes_of_parameters(self) -> dict[str, tuple[int, ...]]:
+        """Return the size of each parameter that calls read, by name; the first one says where the layer is."""
+        raise NotImplementedError
+
+    def _sizes_of_norm(self) -> dict[str, tuple[int, ...]]:
+        return dict.fromkeys(self._norm_names(), (self._input_size(),))
+
     def _returned_bias(self) -> torch.Tensor:
         """Return the biases that ``return_bias`` returns."""
         raise NotImplementedError
@@ -186,7 +194,8 @@ class ProgramLayer(TransformerEngineBaseModule):
 
     def _norm_names(self) -> tuple[str, ...]:
         names = ("layer_norm_weight", "layer_norm_bias")
-        return tuple(name for name in names if getattr(self, name) is not None)
+        # A parametrization may compute a parameter anew at each access, so none is read here.
+        return names[: {"LayerNorm": 2, "RMSNorm": 1}.get(str(self.normalization), 0)]
 
     # The native half -----------------------------------------------------------------------------
 
@@ -302,7 +311,11 @@ class ProgramLayer(TransformerEngineBaseModule):
         if own is not None:
             with own:
                 return native.layer_forward(self, inp, is_first_microbatch, **in_fp8)
-        return self._forward_in_region(inp, is_first_microbatch, **in_fp8)
+        try:
+            return self._forward_in_region(inp, is_first_microbatch, **in_fp8)
+        except (AttributeError, RuntimeError, TypeError):
+            name_the_wrong_one(self, self._sizes_of_parameters())
+            raise
 
     def _forward_in_region(self, inp: Any, is_first_microbatch: bool | None, **in_fp8: Any) -> Any:
         """Run such a forward by the recipe of the region in force."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def split_sizes(parameters_split: Parts, total: int, layer: str) -> dict[str, int] | None:
-    """Return the parts' names, without trailing underscore, and sizes.
+    """Return the parts' names, without trailing underscores, and sizes.
 
     Raises
     ------
@@ -56,7 +56,7 @@ def split_sizes(parameters_split: Parts, total: int, layer: str) -> dict[str, in
     if sum(sizes) != total or min(sizes) <= 0:
         message = f"{layer}: parameters_split must add up to out_features = {total}, got {sizes}"
         raise ShapeError(message)
-    names = [name.removesuffix("_") for name in parameters_split]
+    names = [name.rstrip("_") for name in parameters_split]
     if len(set(names)) != len(names):
         message = f"{layer}: parameters_split must name different parts, got {names}"
         raise ShapeError(message)
@@ -110,6 +110,12 @@ class SplitLinear(PartedLayer):
         used = {name: getattr(self, name) for name in self._norm_names()} | {"weight": weight}
         return (used | {"bias": self._bias()} if self.apply_bias else used), version
 
+    def _sizes_of_parameters(self) -> dict[str, tuple[int, ...]]:
+        rows = [self.out_features] if self._parts is None else list(self._parts.values())
+        weights = zip(self.weight_names, ((n, self.in_features) for n in rows), strict=True)
+        biases = zip(self.bias_names, ((n,) for n in rows), strict=True)
+        return dict(weights) | (dict(biases) if self.use_bias else {}) | self._sizes_of_norm()
+
     def _traced_names(self) -> tuple[tuple[str, ...], ...]:
         norms = [(name,) for name in self._norm_names()]
         kinds = (self.weight_names, self.bias_names) if self.apply_bias else (self.weight_names,)
@@ -156,6 +162,7 @@ class SplitLinear(PartedLayer):
         sizes = [self.out_features] if parts is None else list(parts.values())
         self.weight_names = [f"{prefix}weight" for prefix in prefixes]
         self.bias_names = [f"{prefix}bias" for prefix in prefixes]
+        self._check_names_are_free(parameters_split)
         weight = torch.empty(self.out_features, self.in_features, **options)
         try:
             for name, part in zip(self.weight_names, weight.split(sizes), strict=True):
@@ -173,6 +180,16 @@ class SplitLinear(PartedLayer):
         bias = torch.empty(self.out_features, **options)
         for name, part in zip(self.bias_names, bias.split(sizes), strict=True):
             self.register_parameter(name, torch.nn.Parameter(part))
+
+    def _check_names_are_free(self, parameters_split: Parts) -> None:
+        """Raise if a part's weight or bias has the name of another attribute, which it would replace."""
+        for name in (*self.weight_names, *self.bias_names):
+            if hasattr(self, name):
+                message = (
+                    f"{self.name}: parameters_split must name parts whose parameters <name>_weight and <name>_bias a "
+                    f"module can have, got {list(parameters_split or ())}: attribute {name!r} already exists"
+                )
+                raise ArgumentKeyError(message)
 
     def _reset_linear(self) -> None:
         is_row = self.parallel_mode == "row"

@@ -127,8 +127,13 @@ class Kept:
 
     def __del__(self) -> None:
         """Let memory that is still written be used again only after the copy: backward may end early, by an error."""
+        self._own_again()
+
+    def _own_again(self) -> None:
+        """Let the stream that the memory belongs to wait for a copy back that nobody has waited for."""
         if self._frees is not None:
             self._stream.wait(self._came, self._frees)
+            self._frees = None
 
     @property
     def on_host(self) -> torch.Tensor | None:
@@ -165,6 +170,7 @@ class Kept:
         """Free the device's memory after the copy out of it."""
         if self._on_host is not None and self._on_device is not None:
             self._stream.wait(self._left)
+            self._own_again()  # a caller may release what it has begun to copy back
             self._on_device = None
             self._watched.clear()
 
@@ -206,7 +212,8 @@ class Kept:
     def drop(self) -> None:
         """Drop the device's copy if the host has one; the next use copies it back."""
         if self._on_host is not None:
-            self._wait()  # its memory belongs to the current stream again
+            self._wait()
+            self._own_again()  # the current stream may be another than that of the copy's memory
             self._on_device = None
             self._watched.clear()
 

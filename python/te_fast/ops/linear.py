@@ -85,15 +85,15 @@ rng_state_tracker_function, accumulate_into_main_grad
         if bias:
             # In a row-parallel operation each rank adds its own bias before the sum, as in Transformer Engine.
             whole = out_features * size if is_row else out_features
-            ops.append(
-                Bias(
-                    whole,
-                    device=device,
-                    dtype=dtype,
-                    tensor_parallel=mode is not None,
-                    tensor_parallel_group=tensor_parallel_group,
-                )
+            added = Bias(
+                whole,
+                device=device,
+                dtype=dtype,
+                tensor_parallel=mode is not None,
+                tensor_parallel_group=tensor_parallel_group,
             )
+            added._is_summed = is_row
+            ops.append(added)
         if is_row:
             reduce = ReduceScatter if sequence_parallel else AllReduce
             ops.append(reduce(tensor_parallel_group))

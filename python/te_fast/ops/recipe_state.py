@@ -11,6 +11,7 @@ from te_fast.recipe.roles import QuantizerRole
 from te_fast.runtime.delayed import DelayedScalingRecipeState
 from te_fast.runtime.global_state import FP8GlobalStateManager
 from te_fast.state.module import StatefulModule
+from te_fast.tensor import primary
 from te_fast.tensor.answers import LinearRoles
 from te_fast.tensor.of_recipe import quantizers_of
 from te_fast.tensor.quantizer import Float8QuantizerBase
@@ -150,6 +151,9 @@ class RecipeStateModule(StatefulModule):
 
     def _scaling_states(self) -> tuple[Any, Any]:
         return self._delayed_state("forward"), self._delayed_state("backward")
+
+    def _after_scales(self) -> None:
+        primary.restore_maxima(self)
 
     def _make_scaling_states(self, recipe: Recipe) -> None:
         self.reset_recipe_state(recipe=recipe)

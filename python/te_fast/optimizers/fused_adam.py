@@ -14,7 +14,7 @@ from te_fast.optimizers import stored
 from te_fast.optimizers.multi_tensor import local_part as _local
 from te_fast.optimizers.options import check_betas, check_not_negative
 from te_fast.optimizers.zeroing import forgets, warn_of_set_grad_none
-from te_fast.tensor.primary import is_quantized
+from te_fast.tensor.primary import is_quantized, note_master
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _MASTER = "master_param"
@@ -422,6 +422,8 @@ class FusedAdam(torch.optim.Optimizer):
         for parameter, values in found:
             for name, value in values.items():
                 self.set_scaled_state(parameter, name, value)
+            if _MASTER in values and self.master_weight_dtype is torch.float32:
+                note_master(parameter, _local(self.state[parameter][_MASTER]))
 
     def _checked(
         self, state_dict: dict[str, Any]

@@ -33,11 +33,20 @@ class Share:
         The ranks; None if one rank has the whole parameter.
     parts : int
         Number of matrices along that dimension; ranks have a share of each.
+    is_summed : bool
+        Ranks have whole tensors, whose sum is what counts. A checkpoint has the sum, and each rank loads an equal share
+        of it, so that any number of ranks computes the same.
     """
 
     dim: int
     group: Any
     parts: int = 1
+    is_summed: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return 1 if self.group is None else get_distributed_world_size(self.group)
 
 
 def shares_by_marks(module: torch.nn.Module, group: Any) -> dict[str, Share]:
@@ -81,15 +90,24 @@ def _shared(name: str, value: torch.Tensor, share: Share) -> torch.Tensor:
             "supported yet; gather it first (fully_shard's unshard)"
         )
         raise UnsupportedError(message)
+    if share.is_summed:
+        return _sum(value, share)
     dim = share.dim
     if share.parts > 1:
         value = value.view(*value.shape[:dim], share.parts, -1, *value.shape[dim + 1 :])
         dim += 1
-    size = 1 if share.group is None else get_distributed_world_size(share.group)
-    if size == 1:
+    if share.ranks == 1:
         return value
     mesh = DeviceMesh.from_group(share.group, value.device.type)
     return DTensor.from_local(value, mesh, [Shard(dim)], run_check=False)
+
+
+def _sum(value: torch.Tensor, share: Share) -> torch.Tensor:
+    if share.ranks == 1:
+        return value
+    whole = value.detach().to(torch.float32, copy=True)
+    torch.distributed.all_reduce(whole, group=share.group)
+    return whole.to(value.dtype)
 
 
 def sharded_state_dict(model: torch.nn.Module, *, scaling_states: bool = True) -> dict[str, Any]:
@@ -111,7 +129,8 @@ def sharded_state_dict(model: torch.nn.Module, *, scaling_states: bool = True) -
     Returns
     -------
     dict
-        Tensors in the memory of the parameters, except FP8 weights, which are copies.
+        Tensors in the memory of the parameters, except FP8 weights, which are copies, and the biases of row-parallel
+        ``ops.Linear``: each rank adds its own, so the state has their sum.
 
     Raises
     ------
@@ -203,4 +222,6 @@ def load_sharded_state_dict(
             )
             raise StateError(message)
         own[name] = given if share is None else given.reshape(value.shape)
+        if share is not None and share.is_summed:
+            own[name] = own[name] / share.ranks
     return model.load_state_dict(own | found, strict=strict)

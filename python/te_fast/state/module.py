@@ -40,6 +40,9 @@ class StatefulModule(torch.nn.Module):
     def _drop_slots(self) -> None:
         """Drop everything that depends on the scales' memory."""
 
+    def _after_scales(self) -> None:
+        """Adapt loaded histories to this rank's parameters."""
+
     def get_extra_state(self) -> torch.Tensor:
         """Return delayed scaling's state as CPU bytes, or None."""
         states = self._scaling_states()
@@ -80,6 +83,7 @@ class StatefulModule(torch.nn.Module):
             forward.load(read.scale_fwd, read.amax_history_fwd)
         if backward is not None:
             backward.load(read.scale_bwd, read.amax_history_bwd)
+        self._after_scales()
         self._drop_slots()
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:

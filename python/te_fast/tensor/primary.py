@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -19,6 +21,8 @@ from te_fast.tensor.tensor import Float8TensorBase
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 #: A tensor's own attributes, as opposed to those that other libraries set.
 _OWN = ("_value", "_quantizer", "_is_part")
+#: Values in high precision of the weights of optimizers that were loaded, by the weights' quantizers.
+_masters: WeakKeyDictionary[Float8Quantizer, weakref.ref[torch.Tensor]] = WeakKeyDictionary()
 
 
 def is_quantized(parameter: Any) -> bool:
@@ -53,6 +57,47 @@ def point_at(parameter: Any, state: Any, slot: int, stack: Stack = ONE) -> None:
     quantizer = parameter._quantizer
     if isinstance(quantizer, Float8Quantizer) and isinstance(state, DelayedScalingRecipeState):
         quantizer.scale, quantizer.amax = slot_of(state, slot, stack)
+
+
+def note_master(parameter: Any, master: torch.Tensor) -> None:
+    """Note the values in high precision that a rank's part of a loaded parameter is quantised from.
+
+    Nothing happens unless ranks have parts that follow delayed scaling. A model may be loaded before its optimizer or
+    after it, so the part's maximum is restored now, and again when scales are loaded.
+    """
+    quantizer = _quantizer_of_part(parameter)
+    # A stack has a maximum for each of its experts.
+    if isinstance(quantizer, Float8Quantizer) and quantizer.amax.numel() == 1:
+        _masters[quantizer] = weakref.ref(master)
+        _restore_maximum(quantizer)
+
+
+def restore_maxima(module: torch.nn.Module) -> None:
+    """Let the loaded histories of a module have the maxima of this rank's parts of its parameters.
+
+    Until the end of the next forward's region reduces them, each rank has the maximum of its own part. A checkpoint has
+    the maximum of one rank only, since all ranks write their scales under the same name.
+    """
+    for parameter in module.parameters(recurse=False):
+        quantizer = _quantizer_of_part(parameter)
+        if isinstance(quantizer, Float8Quantizer):
+            _restore_maximum(quantizer)
+
+
+def _quantizer_of_part(parameter: Any) -> Any:
+    # to_local() returns another tensor, with a quantizer of its own.
+    return getattr(getattr(parameter, "_local_tensor", None), "_quantizer", None)
+
+
+def _restore_maximum(quantizer: Float8Quantizer) -> None:
+    noted = _masters.get(quantizer)
+    master = None if noted is None else noted()
+    if master is None or master.numel() == 0:
+        return
+    with torch.no_grad():
+        kept, own = quantizer.amax, master.abs().amax()
+        # 0 says that a forward has used the weight since: its maximum is already in the history.
+        kept.copy_(torch.where(kept > 0, torch.maximum(kept, own.to(kept)), kept))
 
 
 def quantized_parameter(

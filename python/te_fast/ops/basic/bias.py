@@ -41,6 +41,8 @@ class Bias(BasicOperation):
 
     bias: torch.Tensor
     _hands_gradient_on = True
+    #: Whether ranks add whole biases, before their results are summed.
+    _is_summed = False
 
     def __init__(
         self,
@@ -77,7 +79,8 @@ class Bias(BasicOperation):
         if not self.tensor_parallel:
             return {}
         group = self.tensor_parallel_group
-        return {"bias": Share(0, torch.distributed.group.WORLD if group is None else group)}
+        group = torch.distributed.group.WORLD if group is None else group
+        return {"bias": Share(0, group, is_summed=self._is_summed)}
 
     def pre_first_fuser_forward(self) -> None:
         """Give a bias on the meta device memory."""

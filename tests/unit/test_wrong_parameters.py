@@ -1,0 +1,96 @@
+"""Parameters that are deleted or replaced by tensors that the layer cannot read are named."""
+
+import copy
+
+import pytest
+import torch
+
+import te_fast.pytorch as te
+from recipes import RECIPES
+from te_fast.errors import DeviceError, MissingAttributeError, ShapeError, TeFastError
+
+X = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
+MAKE = {
+    "Linear": lambda: te.Linear(32, 48, device="cpu"),
+    "parts": lambda: te.Linear(32, 48, parameters_split={"q": 32, "k": 16}, device="cpu"),
+    "LayerNormLinear": lambda: te.LayerNormLinear(32, 48, device="cpu"),
+    "RMSNorm": lambda: te.LayerNormLinear(32, 48, normalization="RMSNorm", device="cpu"),
+    "LayerNormMLP": lambda: te.LayerNormMLP(32, 64, activation="swiglu", device="cpu"),
+    "GroupedLinear": lambda: te.GroupedLinear(2, 32, 48, device="cpu"),
+    "stack": lambda: te.GroupedLinear(2, 32, 48, single_grouped_weight=True, device="cpu"),
+}
+
+
+def run(layer, recipe=None):
+    with te.autocast(enabled=recipe is not None, recipe=recipe and RECIPES[recipe]()):
+        return layer(X, [8, 8]) if isinstance(layer, te.GroupedLinear) else layer(X)
+
+
+def each_parameter(kind):
+    """Copies of a layer, with the name of a parameter."""
+    layer = MAKE[kind]()
+    run(layer)
+    return [(copy.deepcopy(layer), name) for name, _ in layer.named_parameters()]
+
+
+@pytest.mark.parametrize("recipe", [None, *RECIPES])
+@pytest.mark.parametrize("kind", MAKE)
+def test_a_deleted_parameter(kind, recipe):
+    for layer, name in each_parameter(kind):
+        parameter = getattr(layer, name)
+        expected = run(layer).detach()
+        delattr(layer, name)
+        with pytest.raises(MissingAttributeError, match=rf"Layer_\d+: parameter {name} was del"):
+            run(layer, recipe)
+        setattr(layer, name, parameter)  # as FSDP does
+        assert torch.equal(run(layer), expected)
+
+
+@pytest.mark.parametrize("recipe", [None, *RECIPES])
+@pytest.mark.parametrize("kind", MAKE)
+def test_a_parameter_that_is_none(kind, recipe):
+    for layer, name in each_parameter(kind):
+        setattr(layer, name, None)
+        if (kind, name, recipe) == ("Linear", "bias", None):  # torch's own function takes it
+            expected = torch.nn.functional.linear(X, layer.weight)
+            assert torch.equal(run(layer), expected)
+            continue
+        with pytest.raises(TeFastError, match=rf"Layer_\d+: .*({name}|NoneType)"):
+            run(layer, recipe)
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_a_parameter_of_another_shape_or_device(kind):
+    for layer, name in each_parameter(kind):
+        former = getattr(layer, name)
+        setattr(layer, name, torch.nn.Parameter(torch.randn(7)))
+        with pytest.raises(ShapeError, match=r"Layer_\d+: .*\[7\]|Layer_\d+: .*sizes"):
+            run(layer)
+        if (kind, name) == ("Linear", "weight"):  # torch's own function takes it
+            continue
+        setattr(layer, name, torch.nn.Parameter(torch.empty_like(former, device="meta")))
+        with pytest.raises((DeviceError, TypeError), match=r"Layer_\d+: .*meta"):
+            run(layer)
+
+
+@pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear", "LayerNormMLP"])
+def test_a_computed_parameter_is_read_once(kind):
+    """A spectral norm takes a step at each access."""
+
+    class Counted(torch.nn.Module):
+        count = 0
+
+        def forward(self, parameter):
+            self.count += 1
+            return parameter * 2
+
+    for recipe in (None, *RECIPES):
+        for layer, name in each_parameter(kind):
+            doubled = copy.deepcopy(layer)
+            with torch.no_grad():
+                getattr(doubled, name).mul_(2)
+            counted = Counted()
+            torch.nn.utils.parametrize.register_parametrization(layer, name, counted)
+            counted.count = 0
+            assert torch.equal(run(layer, recipe), run(doubled, recipe))
+            assert counted.count == 1, name
