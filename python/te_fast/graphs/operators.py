@@ -35,8 +35,9 @@ from te_fast.runtime.library import register
 from te_fast.runtime.main_grad import main_grad_of
 from te_fast.runtime.parts import joined
 from te_fast.runtime.recompute import tracing
-from te_fast.tensor.primary import is_quantized
+from te_fast.tensor.primary import as_read, is_quantized
 from te_fast.tensor.stacks import check_alike
+from te_fast.tensor.storage import QuantizedTensorStorage
 
 Tensors = Sequence[torch.Tensor]
 
@@ -403,6 +404,7 @@ def apply(
             )
             raise UnsupportedError(message)
         x = x.dequantize()
+    x = as_read(x)
     extras = tuple([_dequantized(extra) for extra in extras])
     if not enabled:
         params = tuple([tuple([_dequantized(part) for part in parts]) for parts in params])
@@ -450,7 +452,7 @@ def apply(
 
 
 def _dequantized(part: Any) -> Any:
-    return part.dequantize() if is_quantized(part) else part
+    return part.dequantize() if isinstance(part, QuantizedTensorStorage) else part
 
 
 def _dummies(

@@ -18,7 +18,13 @@ from te_fast.tensor.operations import (
     moved,
     shares_versions,
 )
-from te_fast.tensor.quantizer import Quantizer, count_write, device_of, plain_values
+from te_fast.tensor.quantizer import (
+    ComparedBySettings,
+    Quantizer,
+    count_write,
+    device_of,
+    plain_values,
+)
 from te_fast.tensor.storage import QuantizedTensorStorage, Tensors
 from te_fast.tensor.tensor import QuantizedTensor, TensorOverStorage
 
@@ -517,7 +523,43 @@ class HybridQuantizedTensor(TensorOverStorage, HybridQuantizedTensorStorage):
         """
         return self.fsdp_pre_all_gather(None, None, None, None, None)
 
-    # Copies --------------------------------------------------------------------------------------
+    # Compilers and copies ------------------------------------------------------------------------
+
+    def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
+        """Return the names of the values that are there, and the tensor's other properties.
+
+        Raises
+        ------
+        UnsupportedError
+            If a value has no torch interface.
+        """
+        names = []
+        for name, one in zip(self._HELD, self._both(), strict=True):
+            if one is None:
+                continue
+            if not isinstance(one, torch.Tensor):
+                message = (
+                    f"{type(self).__name__}: torch.compile cannot see into a {type(one).__name__}; leave the "
+                    "quantizer's internal False"
+                )
+                raise UnsupportedError(message)
+            names.append(name)
+        return names, {"quantizer": self._quantizer, "dtype": self.dtype}
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, inner: dict[str, Any], about: dict[str, Any], size: Any, stride: Any
+    ) -> Any:
+        """Make a tensor over two values."""
+        rowwise, columnwise = map(inner.get, cls._HELD)
+        return cls(
+            size,
+            about["dtype"],
+            rowwise_storage=rowwise,
+            columnwise_storage=columnwise,
+            quantizer=about["quantizer"],
+            stride=stride,
+        )
 
     _HELD = ("_rowwise_storage", "_columnwise_storage")
 
@@ -548,7 +590,7 @@ def _make_hybrid_quantized_tensor_in_reduce_ex(
     return made
 
 
-class HybridQuantizer(Quantizer):
+class HybridQuantizer(ComparedBySettings, Quantizer):
     """Quantise values differently for forward, which reads rows, and backward, which reads columns.
 
     Under a :class:`CustomRecipe`, whose factory returns such quantizers, layers and operations take an FP8 quantizer
@@ -614,6 +656,10 @@ class HybridQuantizer(Quantizer):
         self.columnwise_source = columnwise_source
         rowwise_quantizer.set_usage(rowwise=True, columnwise=False)
         columnwise_quantizer.set_usage(rowwise=False, columnwise=True)
+
+    def _settings(self) -> tuple[Any, ...]:
+        own = self.rowwise_usage, self.columnwise_usage, self.internal, self.columnwise_source
+        return (*own, self.rowwise_quantizer, self.columnwise_quantizer)
 
     def copy(self) -> HybridQuantizer:
         """Return another quantizer with the same settings, over copies of both quantizers."""
