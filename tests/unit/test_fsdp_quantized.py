@@ -62,3 +62,14 @@ def test_uneven_shards(ranks):
         assert rank["uneven delayed"] is True
         assert rank["uneven current"] is True
         assert "128 rows or a multiple a rank" in rank["uneven block"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns"),
+    [("tensor", "identity"), ("block", "identity"), ("identity", "identity"), ("identity", None)],
+)
+def test_weights_of_two_values_train_as_in_one_process(ranks, rows, columns):
+    for rank in ranks:
+        seen = rank[f"two {rows} {columns}"]
+        assert all(seen["alike"])
+        assert seen["classes"] == ["HybridQuantizedTensor" if columns else "IdentityTensor"]

@@ -497,31 +497,64 @@ class HybridQuantizedTensor(TensorOverStorage, HybridQuantizedTensorStorage):
     def fsdp_pre_all_gather(
         self, mesh: Any, orig_size: Any, contiguous_orig_stride: Any, module: Any, mp_policy: Any
     ) -> Any:
-        """Raise: FSDP2 gathers no tensors of two values.
+        """Return the tensors that FSDP2 gathers: those of both values.
 
         Raises
         ------
         UnsupportedError
-            Always.
+            If a value has no torch interface, or FSDP2 cannot gather it, such as an FP8 value without a row layout.
         """
+        quantizer: Any = self._quantizer
+        if mesh is not None and not quantizer.with_amax_reduction:
+            # After a step each rank quantises its rows by the maximum of all.
+            quantizer.with_amax_reduction = True
+            quantizer.amax_reduction_group = mesh.get_group()
+        gathered: list[torch.Tensor] = []
+        notes: list[Any] = []
         for name, one in zip(_DIRECTIONS, self._both(), strict=True):
-            if one is not None and not isinstance(one, torch.Tensor):
+            if one is None:
+                notes.append(None)
+                continue
+            if not isinstance(one, torch.Tensor):
                 message = (
-                    f"{type(self).__name__}: FSDP2 cannot gather a storage-only {name} sub-storage"
+                    f"{type(self).__name__}: FSDP2 cannot gather a storage-only {name} sub-storage; leave the "
+                    "quantizer's internal False"
                 )
                 raise UnsupportedError(message)
-        message = f"{type(self).__name__}: FSDP2 gathers no tensors of two values; keep the parameter in high precision"
-        raise UnsupportedError(message)
+            hook: Any = one
+            tensors, note = hook.fsdp_pre_all_gather(
+                mesh, orig_size, contiguous_orig_stride, module, mp_policy
+            )
+            gathered.extend(tensors)
+            notes.append((len(tensors), note))
+        return tuple(gathered), tuple(notes)
 
-    def fsdp_post_all_gather(self, *_: Any, **__: Any) -> Any:
-        """Raise, as :meth:`fsdp_pre_all_gather` does; FSDP2 asks for both methods.
-
-        Raises
-        ------
-        UnsupportedError
-            Always.
-        """
-        return self.fsdp_pre_all_gather(None, None, None, None, None)
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[torch.Tensor, ...],
+        metadata: Any,
+        param_dtype: torch.dtype,
+        *,
+        out: Any = None,
+    ) -> Any:
+        """Return the parameter over gathered values, or move a former one to them."""
+        whole = None if out is None else getattr(out, "_local_tensor", out)
+        left = all_gather_outputs
+        made: list[Any] = []
+        for index, (one, noted) in enumerate(zip(self._both(), metadata, strict=True)):
+            if noted is None:
+                made.append(None)
+                continue
+            count, note = noted
+            former = None if whole is None else whole._both()[index]
+            found = one.fsdp_post_all_gather(left[:count], note, param_dtype, out=former)
+            made.append(found[0] if former is None else former)
+            left = left[count:]
+        if whole is not None:
+            return out, all_gather_outputs
+        first = next(one for one in made if one is not None)
+        outside = {"stride": first.stride(), "storage_offset": first.storage_offset()}
+        return self._over(*made, shape=first.shape, **outside), all_gather_outputs
 
     # Compilers and copies ------------------------------------------------------------------------
 
