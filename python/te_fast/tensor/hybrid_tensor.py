@@ -25,6 +25,7 @@ from te_fast.tensor.quantizer import (
     device_of,
     plain_values,
 )
+from te_fast.tensor.sharded import after_gather_of_both, before_gather_of_both
 from te_fast.tensor.storage import QuantizedTensorStorage, Tensors
 from te_fast.tensor.tensor import QuantizedTensor, TensorOverStorage
 
@@ -502,32 +503,10 @@ class HybridQuantizedTensor(TensorOverStorage, HybridQuantizedTensorStorage):
         Raises
         ------
         UnsupportedError
-            If a value has no torch interface, or FSDP2 cannot gather it, such as an FP8 value without a row layout.
+            If a value has no torch interface, or is of FP8 without a row layout.
         """
-        quantizer: Any = self._quantizer
-        if mesh is not None and not quantizer.with_amax_reduction:
-            # After a step each rank quantises its rows by the maximum of all.
-            quantizer.with_amax_reduction = True
-            quantizer.amax_reduction_group = mesh.get_group()
-        gathered: list[torch.Tensor] = []
-        notes: list[Any] = []
-        for name, one in zip(_DIRECTIONS, self._both(), strict=True):
-            if one is None:
-                notes.append(None)
-                continue
-            if not isinstance(one, torch.Tensor):
-                message = (
-                    f"{type(self).__name__}: FSDP2 cannot gather a storage-only {name} sub-storage; leave the "
-                    "quantizer's internal False"
-                )
-                raise UnsupportedError(message)
-            hook: Any = one
-            tensors, note = hook.fsdp_pre_all_gather(
-                mesh, orig_size, contiguous_orig_stride, module, mp_policy
-            )
-            gathered.extend(tensors)
-            notes.append((len(tensors), note))
-        return tuple(gathered), tuple(notes)
+        about = orig_size, contiguous_orig_stride, module, mp_policy
+        return before_gather_of_both(self, mesh, *about)
 
     def fsdp_post_all_gather(
         self,
@@ -538,23 +517,7 @@ class HybridQuantizedTensor(TensorOverStorage, HybridQuantizedTensorStorage):
         out: Any = None,
     ) -> Any:
         """Return the parameter over gathered values, or move a former one to them."""
-        whole = None if out is None else getattr(out, "_local_tensor", out)
-        left = all_gather_outputs
-        made: list[Any] = []
-        for index, (one, noted) in enumerate(zip(self._both(), metadata, strict=True)):
-            if noted is None:
-                made.append(None)
-                continue
-            count, note = noted
-            former = None if whole is None else whole._both()[index]
-            found = one.fsdp_post_all_gather(left[:count], note, param_dtype, out=former)
-            made.append(found[0] if former is None else former)
-            left = left[count:]
-        if whole is not None:
-            return out, all_gather_outputs
-        first = next(one for one in made if one is not None)
-        outside = {"stride": first.stride(), "storage_offset": first.storage_offset()}
-        return self._over(*made, shape=first.shape, **outside), all_gather_outputs
+        return after_gather_of_both(self, all_gather_outputs, metadata, param_dtype, out)
 
     # Compilers and copies ------------------------------------------------------------------------
 
@@ -566,17 +529,14 @@ class HybridQuantizedTensor(TensorOverStorage, HybridQuantizedTensorStorage):
         UnsupportedError
             If a value has no torch interface.
         """
-        names = []
-        for name, one in zip(self._HELD, self._both(), strict=True):
-            if one is None:
-                continue
+        names = [name for name in self._HELD if getattr(self, name) is not None]
+        for one in self._held():
             if not isinstance(one, torch.Tensor):
                 message = (
                     f"{type(self).__name__}: torch.compile cannot see into a {type(one).__name__}; leave the "
                     "quantizer's internal False"
                 )
                 raise UnsupportedError(message)
-            names.append(name)
         return names, {"quantizer": self._quantizer, "dtype": self.dtype}
 
     @classmethod
