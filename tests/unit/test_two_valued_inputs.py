@@ -336,3 +336,22 @@ def test_layers_read_such_weights(kind, recipe, name):
         results.append((y, *[one.grad for one in layer.parameters()]))
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-3)
+
+
+def test_experts_read_such_weights(name):
+    results = []
+    for quantised in (True, False):
+        torch.manual_seed(0)
+        layer, x = te.GroupedLinear(2, 128, 128, bias=False, device="cpu"), randn(64, 128)
+        for called in ("weight0", "weight1"):
+            weight = getattr(layer, called).detach()
+            made = QUANTIZERS[name]()(weight) if quantised else by_hand(name, weight).clone()
+            setattr(layer, called, torch.nn.Parameter(made))
+        if quantised:
+            y = layer(x, [24, 40])
+        else:
+            y = torch.cat([x[:24] @ layer.weight0.t(), x[24:] @ layer.weight1.t()])
+        y.square().sum().backward()
+        results.append((y, *[one.grad for one in layer.parameters()]))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-3)
