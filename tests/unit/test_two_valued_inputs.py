@@ -347,10 +347,8 @@ def test_experts_read_such_weights(name):
             weight = getattr(layer, called).detach()
             made = QUANTIZERS[name]()(weight) if quantised else by_hand(name, weight).clone()
             setattr(layer, called, torch.nn.Parameter(made))
-        if quantised:
-            y = layer(x, [24, 40])
-        else:
-            y = torch.cat([x[:24] @ layer.weight0.t(), x[24:] @ layer.weight1.t()])
+        products = torch.cat([x[:24] @ layer.weight0.t(), x[24:] @ layer.weight1.t()])
+        y = layer(x, [24, 40]) if quantised else products
         y.square().sum().backward()
         results.append((y, *[one.grad for one in layer.parameters()]))
     for one, other in zip(*results, strict=True):

@@ -158,7 +158,8 @@ def after_gather_of_both(
 ) -> Any:
     """Return the whole parameter of two values over gathered tensors, or move a former one to them."""
     whole = None if out is None else getattr(out, "_local_tensor", out)
-    left, made = outputs, []
+    left = outputs
+    made: list[Any] = []
     for index, (one, noted) in enumerate(zip(shard._both(), metadata, strict=True)):
         if noted is None:
             made.append(None)
