@@ -25,7 +25,7 @@ WIDTH, STEPS = 256, 2
 
 def build(recipe, width=WIDTH):
     torch.manual_seed(0)
-    with te.quantized_model_init(recipe=recipe):
+    with te.quantized_model_init(enabled=recipe is not None, recipe=recipe):
         return torch.nn.Sequential(
             te.Linear(width, width, device="cpu", params_dtype=torch.bfloat16),
             te.LayerNormLinear(width, width, device="cpu", params_dtype=torch.bfloat16),
@@ -174,8 +174,61 @@ def resumes(name):
     return {"losses": runs, "alike": all(torch.equal(*map(whole, pair)) for pair in pairs)}
 
 
+def of_rows(rows, columns):
+    quantizers = {
+        "tensor": lambda: te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, "cpu"),
+        "block": lambda: te.Float8BlockQuantizer(
+            te.DType.kFloat8E4M3, rowwise=True, columnwise=True, block_scaling_dim=2
+        ),
+        "identity": te.IdentityQuantizer,
+    }
+    if columns is None:
+        return quantizers[rows]()
+    return te.HybridQuantizer(
+        rowwise_quantizer=quantizers[rows](), columnwise_quantizer=quantizers[columns]()
+    )
+
+
+def halves(tensor):
+    """Values of both halves of a tensor of two values; else the values of the tensor."""
+    if isinstance(tensor, te.HybridQuantizedTensor):
+        return [tensor.rowwise_sub_storage.dequantize(), tensor.columnwise_sub_storage.dequantize()]
+    is_identity = type(tensor).__name__ == "IdentityTensor"
+    return [tensor.dequantize() if is_identity else tensor.detach()]
+
+
+def trains_two_values(rows, columns, recipe):
+    """Results and both halves after each step equal those of one process bit for bit."""
+    plain, model = build(None), build(None)
+    for layer in (*plain, *model):
+        layer.weight = torch.nn.Parameter(of_rows(rows, columns)(layer.weight.detach()))
+    shard(model)
+    region, alike = RECIPES[recipe](), []
+    classes = {type(one.to_local()).__name__ for one in model.parameters() if one.dim() == 2}
+    for number in range(STEPS):
+        x = torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(number)).bfloat16()
+        alike.append(torch.equal(step(plain, x, region), step(model, x, region)))
+        for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+            for values, local in zip(halves(one), halves(other.to_local()), strict=True):
+                parts = [torch.empty_like(local) for _ in range(2)]
+                dist.all_gather(parts, local.contiguous())
+                alike.append(torch.equal(values, torch.cat(parts)))
+    return {"alike": alike, "classes": sorted(classes)}
+
+
+PAIRS = [
+    ("tensor", "identity"),
+    ("block", "identity"),
+    ("identity", "identity"),
+    ("identity", None),
+]
+
 SCENES = {
     **{f"resumes {name}": (resumes, name) for name in RECIPES},
+    **{
+        f"two {rows} {columns}": (trains_two_values, rows, columns, "current")
+        for rows, columns in PAIRS
+    },
     **{f"trains {name} True": (trains_as_one, name, True) for name in RECIPES},
     "trains current False": (trains_as_one, "current", False),
     **{f"flat {name}": (stays_flat, name) for name in RECIPES},

@@ -71,3 +71,14 @@ def test_distributed_checkpoints_resume_bit_for_bit(ranks, name):
         assert seen["losses"][0] == seen["losses"][1]
         assert seen["alike"]
         assert len(set(seen["losses"][0])) == 5
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns"),
+    [("tensor", "identity"), ("block", "identity"), ("identity", "identity"), ("identity", None)],
+)
+def test_weights_of_two_values_train_as_in_one_process(ranks, rows, columns):
+    for rank in ranks:
+        seen = rank[f"two {rows} {columns}"]
+        assert all(seen["alike"])
+        assert seen["classes"] == ["HybridQuantizedTensor" if columns else "IdentityTensor"]

@@ -379,7 +379,7 @@ def test_one_weight_is_processed_without_a_list(kind):
     assert torch.equal(parts(weight)[2], row.t())
 
 
-def test_weights_of_two_values_are_moved_and_not_quantised_from_slices():
+def test_weights_of_two_values_are_moved():
     made = te.HybridQuantizer(
         rowwise_quantizer=quantizer("current"), columnwise_quantizer=te.IdentityQuantizer()
     )(torch.randn(16, 32).bfloat16())
@@ -388,8 +388,6 @@ def test_weights_of_two_values_are_moved_and_not_quantised_from_slices():
     replace_raw_data(made, memory)
     assert rows._value.row is memory
     assert torch.equal(memory, before)
-    with pytest.raises(UnsupportedError, match="two values"):
-        quantize_master_weights([made], [torch.ones(512)], [0], None)
     rows.update_usage(columnwise_usage=True)
     memory.copy_(before.flip(0))
     post_all_gather_processing(made)
@@ -399,3 +397,75 @@ def test_weights_of_two_values_are_moved_and_not_quantised_from_slices():
     with pytest.raises(UnsupportedError, match="no rowwise sub-storage"):
         replace_raw_data(made, memory)
     post_all_gather_processing(made)
+
+
+PAIRS = [
+    ("current", None),
+    ("2d", None),
+    ("current", "current"),
+    (None, "current"),
+    ("2d", "current"),
+    (None, None),
+]
+
+
+def two_values(rows, columns, **options):
+    made = [te.IdentityQuantizer() if name is None else quantizer(name) for name in (rows, columns)]
+    return te.HybridQuantizer(rowwise_quantizer=made[0], columnwise_quantizer=made[1], **options)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+@pytest.mark.parametrize("value", [0.0, 3.5, float("inf")])
+def test_weights_of_two_values_take_whole_masters(pair, value):
+    """Each value is that which its quantizer alone makes of the rounded master weight."""
+    weight = two_values(*pair)(torch.randn(128, 256).bfloat16())
+    master = torch.randn(128 * 256) * 3
+    master[17] = value
+    quantize_master_weights([weight], [master], [0], None)
+    rounded = master.bfloat16().view(128, 256)
+    halves = (weight.rowwise_sub_storage, weight.columnwise_sub_storage)
+    for name, half in zip(pair, halves, strict=True):
+        expected = rounded
+        if name is not None:
+            alone = quantizer(name)
+            alone.set_usage(rowwise=True, columnwise=False)
+            expected = alone(rounded).dequantize()
+        assert torch.equal(half.dequantize(), expected)
+
+
+def test_whole_masters_of_two_values_in_plain_torch():
+    weight = two_values("current", None)(torch.zeros(16, 32).bfloat16())
+    master = torch.randn(512)
+    quantize_master_weights([weight], [master], [0], None)
+    rounded = master.bfloat16().float().view(16, 32)
+    scale = 448 / rounded.abs().max()
+    rows = (rounded * scale).to(torch.float8_e4m3fn)
+    assert torch.equal(weight.rowwise_sub_storage._data, rows.view(torch.uint8))
+    assert torch.equal(weight.columnwise_sub_storage.dequantize().float(), rounded)
+
+
+def test_slices_of_weights_of_two_values():
+    x = torch.randn(32, 16).bfloat16()
+    weight = two_values("current", None)(x)
+    before = weight.dequantize().clone()
+    with pytest.raises(ArgumentError, match="slice of a weight of two values"):
+        quantize_master_weights([weight], [torch.ones(8)], [16], None)
+    assert torch.equal(weight.dequantize(), before)
+    weight.update_usage(rowwise_usage=False)  # one value takes slices
+    quantize_master_weights([weight], [torch.full((8,), 2.0)], [16], None)
+    x.view(-1)[16:24] = 2.0
+    assert torch.equal(weight.dequantize(), x)
+    weight.update_usage(columnwise_usage=False)
+    with pytest.raises(ArgumentError, match="neither"):
+        quantize_master_weights([weight], [torch.ones(512)], [0], None)
+
+
+def test_columns_that_follow_from_rows_take_no_masters():
+    weight = two_values("current", None, columnwise_source="rowwise_dequantized")(
+        torch.ones(16, 16)
+    )
+    with pytest.raises(UnsupportedError, match="rowwise_dequantized"):
+        quantize_master_weights([weight], [torch.ones(256)], [0], None)
+    weight.update_usage(columnwise_usage=False)
+    quantize_master_weights([weight], [torch.full((256,), 0.5)], [0], None)
+    assert torch.equal(weight.dequantize(), torch.full((16, 16), 0.5))

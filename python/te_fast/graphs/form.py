@@ -15,6 +15,7 @@ from torch.nn import functional
 from te_fast.runtime import recompute
 from te_fast.runtime.inputs import check_input
 from te_fast.runtime.parts import joined
+from te_fast.tensor.primary import as_read
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -105,7 +106,9 @@ def forward_traced(
     if is_first_microbatch is not None:
         is_first_microbatch = bool(is_first_microbatch)
     form = form_of(layer)
+    inp = as_read(inp)
     params = parameters_of(layer, form, form.parameters)
+    params = [tuple([as_read(part) for part in one]) for one in params]
     parts = [part for one in params for part in one]
     check_input(layer, inp, *form.features, parts[0].device)
     kind = inp.device.type

@@ -37,6 +37,7 @@ from te_fast.runtime.parts import joined
 from te_fast.runtime.recompute import tracing
 from te_fast.tensor.primary import is_quantized
 from te_fast.tensor.stacks import check_alike
+from te_fast.tensor.storage import QuantizedTensorStorage
 
 Tensors = Sequence[torch.Tensor]
 
@@ -385,7 +386,7 @@ def apply(
     ShapeError
         If `x` is a scalar.
     UnsupportedError
-        If `x` is quantised and a linear operation would read its bytes, which the operator does not take.
+        If `x` is in FP8 and a linear operation would read its bytes, which the operator does not take.
     """
     enabled, epoch, recipe = key_of_region()
     inside = entered.region
@@ -395,14 +396,13 @@ def apply(
             f"{traced.name}: a traced call takes tensors of at least one dimension, got a scalar"
         )
         raise ShapeError(message)
-    if is_quantized(x):
-        if enabled and traced.reads_bytes():
-            message = (
-                f"{traced.name}: a compiled function passes no quantised input to a linear operation that would read "
-                "its FP8 bytes; give the input's dequantize(), or call the layer outside of the compiled function"
-            )
-            raise UnsupportedError(message)
-        x = x.dequantize()
+    if is_quantized(x) and enabled and traced.reads_bytes():
+        message = (
+            f"{traced.name}: a compiled function passes no quantised input to a linear operation that would read "
+            "its FP8 bytes; give the input's dequantize(), or call the layer outside of the compiled function"
+        )
+        raise UnsupportedError(message)
+    x = _dequantized(x)
     extras = tuple([_dequantized(extra) for extra in extras])
     if not enabled:
         params = tuple([tuple([_dequantized(part) for part in parts]) for parts in params])
@@ -450,7 +450,7 @@ def apply(
 
 
 def _dequantized(part: Any) -> Any:
-    return part.dequantize() if is_quantized(part) else part
+    return part.dequantize() if isinstance(part, QuantizedTensorStorage) else part
 
 
 def _dummies(

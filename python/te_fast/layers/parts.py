@@ -11,7 +11,7 @@ from te_fast.layers.program import ProgramLayer
 from te_fast.runtime import main_grad, native
 from te_fast.runtime.parts import are_adjacent, compute_deferred, joined, lay_together, whole_of
 from te_fast.tensor import stacks
-from te_fast.tensor.primary import is_quantized
+from te_fast.tensor.primary import as_read, is_quantized
 from te_fast.tensor.stacks import stack_of
 
 
@@ -80,6 +80,7 @@ def concatenate(
             "layer outside of it to train it, else call it under torch.no_grad()"
         )
         raise StateError(message)
+    parts = [as_read(part) for part in parts]
     if is_quantized(parts[0]):
         return _Concatenate.apply(layer, True, overwrite, *parts), None
     if torch._C._are_functorch_transforms_active():  # its tensors have no memory

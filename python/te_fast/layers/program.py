@@ -28,7 +28,7 @@ from te_fast.runtime.compiling import is_exporting, is_traced
 from te_fast.runtime.global_state import autocast_state
 from te_fast.runtime.inputs import check_input, refuse_nested
 from te_fast.tensor.of_factory import own_region
-from te_fast.tensor.primary import is_quantized
+from te_fast.tensor.primary import as_read, is_quantized
 from te_fast.tensor.storage import QuantizedTensorStorage
 
 if TYPE_CHECKING:
@@ -343,6 +343,10 @@ class ProgramLayer(TransformerEngineBaseModule):
         """Run the program on the layer's parameters, or on tensors that replace them."""
         enabled = self._note_region()
         x = self._plain_input(inp, enabled and not self._exchange)
+        plain = {name: as_read(parameter) for name, parameter in parameters.items()}
+        if any([plain[name] is not parameter for name, parameter in parameters.items()]):
+            # Dequantised values have versions of their own, and memory that others may have had.
+            parameters, version = plain, native.version_of_copy()
         if self._exchange:
             refuse(self.name, {"fp8_output": bool(fp8_output), "fp8_grad": bool(fp8_grad)})
             return self._forward_on_ranks(parameters, version, x, is_first_microbatch)

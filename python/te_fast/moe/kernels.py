@@ -17,7 +17,8 @@ from te_fast.moe import quantized
 from te_fast.runtime import native
 from te_fast.runtime.compiling import is_watched
 from te_fast.runtime.second_order import refuse_second_order
-from te_fast.tensor.primary import is_quantized
+from te_fast.tensor.primary import as_read, is_quantized
+from te_fast.tensor.storage import QuantizedTensorStorage
 
 #: Rows, probabilities, row_id_map, pad_offsets, padded tokens per expert.
 Permuted = tuple[torch.Tensor, Any, torch.Tensor, Any, Any]
@@ -248,6 +249,7 @@ def permute(
     index: bool,
 ) -> Permuted:
     """Permute into ``rows`` rows; a negative number counts them first."""
+    inp = as_read(inp)
     if rows < 0:
         return permute_exact(inp, probs, routing_map, align)
     if is_watched(inp):
@@ -276,6 +278,7 @@ def permute_exact(
     Under ``torch.compile`` the number comes from `counts`, by default the counts of the routing map, and
     ``pad_offsets`` is never None.
     """
+    inp = as_read(inp)
     if is_watched(inp):
         if counts is None:
             counts = (routing_map != 0).sum(0)
@@ -305,6 +308,7 @@ def permute_cast(
     cast: tuple[bool, torch.Tensor | None, torch.Tensor | None, float, bool],
 ) -> Any:
     """Permute into FP8 rows."""
+    inp = as_read(inp)
     if is_watched(inp):
         return compiled.permute_cast(inp, probs, routing_map, rows, align, cast)
     dropped = _dropped_so_far(inp) if _config.DEBUG else 0
@@ -323,7 +327,7 @@ def unpermute(
     top_k: int,
 ) -> torch.Tensor:
     """Merge rows back; ``top_k`` is 0 for a mask map."""
-    if is_quantized(inp):
+    if isinstance(inp, QuantizedTensorStorage):
         inp = inp.dequantize()
     if is_watched(inp):
         return compiled.unpermute(inp, row_id_map, probs, pad_offsets, tokens, top_k)
@@ -344,6 +348,7 @@ def move_rows(
     rows: int,
 ) -> Any:
     """Move rows in segments: rows, probabilities and, for padding by a tensor, the padded splits."""
+    inp = as_read(inp)
     if rows < 0:
         msg = f"{_MOVES[mode]}: num_out_tokens must not be negative, got {rows}"
         raise ShapeError(msg)
@@ -373,6 +378,7 @@ def move_by_list(
 
     Without `rows` the list gives the number.
     """
+    inp = as_read(inp)
     traced = is_watched(inp)
     if rows is None and not traced and not _wants_grad(inp, None) and not is_quantized(inp):
         out, padded = native.moe_pad_list(inp, splits, mode, align)

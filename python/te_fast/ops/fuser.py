@@ -32,7 +32,8 @@ from te_fast.runtime.global_state import FP8GlobalStateManager
 from te_fast.runtime.support import get_default_recipe
 from te_fast.tensor.answers import LinearRoles
 from te_fast.tensor.of_factory import own_region
-from te_fast.tensor.primary import is_quantized
+from te_fast.tensor.primary import as_read, is_quantized
+from te_fast.tensor.storage import QuantizedTensorStorage
 
 #: ``func(ops, *, recipe) -> ops``: may replace runs of operations by fused ones.
 FusionFunction = Callable[..., list[FusibleOperation]]
@@ -289,7 +290,8 @@ class OperationFuser:
         Parameters
         ----------
         input : torch.Tensor
-            Input. A linear operation reads a quantised input as it is; for other operations it is dequantised.
+            Input. A linear operation reads an FP8 input as it is; for other operations it is dequantised. An
+            IdentityTensor and a tensor of two values are always dequantised.
         *extra_inputs : torch.Tensor
             Extra inputs of the operations, in their order.
         basic_op_kwargs : list of dict, optional
@@ -302,6 +304,8 @@ class OperationFuser:
         torch.Tensor or tuple
             Output; with extra outputs, and those.
         """
+        if type(input) not in _PLAIN_TENSORS:
+            input = as_read(input)
         if is_traced(input):
             if basic_op_kwargs and self._counted:
                 basic_op_kwargs, buffers = self._without_buffers(basic_op_kwargs)
@@ -312,7 +316,10 @@ class OperationFuser:
         self._check(input, extra_inputs, basic_op_kwargs)
         if extra_inputs:
             extra_inputs = tuple(
-                [extra.dequantize() if is_quantized(extra) else extra for extra in extra_inputs]
+                [
+                    extra.dequantize() if isinstance(extra, QuantizedTensorStorage) else extra
+                    for extra in extra_inputs
+                ]
             )
         if is_first_microbatch is not None:
             is_first_microbatch = bool(is_first_microbatch)

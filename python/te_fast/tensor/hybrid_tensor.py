@@ -18,7 +18,14 @@ from te_fast.tensor.operations import (
     moved,
     shares_versions,
 )
-from te_fast.tensor.quantizer import Quantizer, count_write, device_of, plain_values
+from te_fast.tensor.quantizer import (
+    ComparedBySettings,
+    Quantizer,
+    count_write,
+    device_of,
+    plain_values,
+)
+from te_fast.tensor.sharded import after_gather_of_both, before_gather_of_both
 from te_fast.tensor.storage import QuantizedTensorStorage, Tensors
 from te_fast.tensor.tensor import QuantizedTensor, TensorOverStorage
 
@@ -491,33 +498,61 @@ class HybridQuantizedTensor(TensorOverStorage, HybridQuantizedTensorStorage):
     def fsdp_pre_all_gather(
         self, mesh: Any, orig_size: Any, contiguous_orig_stride: Any, module: Any, mp_policy: Any
     ) -> Any:
-        """Raise: FSDP2 gathers no tensors of two values.
+        """Return the tensors that FSDP2 gathers: those of both values.
 
         Raises
         ------
         UnsupportedError
-            Always.
+            If a value has no torch interface, or is of FP8 without a row layout.
         """
-        for name, one in zip(_DIRECTIONS, self._both(), strict=True):
-            if one is not None and not isinstance(one, torch.Tensor):
+        about = orig_size, contiguous_orig_stride, module, mp_policy
+        return before_gather_of_both(self, mesh, *about)
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[torch.Tensor, ...],
+        metadata: Any,
+        param_dtype: torch.dtype,
+        *,
+        out: Any = None,
+    ) -> Any:
+        """Return the parameter over gathered values, or move a former one to them."""
+        return after_gather_of_both(self, all_gather_outputs, metadata, param_dtype, out)
+
+    # Compilers and copies ------------------------------------------------------------------------
+
+    def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
+        """Return the names of the values that are there, and the tensor's other properties.
+
+        Raises
+        ------
+        UnsupportedError
+            If a value has no torch interface.
+        """
+        names = [name for name in self._HELD if getattr(self, name) is not None]
+        for one in self._held():
+            if not isinstance(one, torch.Tensor):
                 message = (
-                    f"{type(self).__name__}: FSDP2 cannot gather a storage-only {name} sub-storage"
+                    f"{type(self).__name__}: torch.compile cannot see into a {type(one).__name__}; leave the "
+                    "quantizer's internal False"
                 )
                 raise UnsupportedError(message)
-        message = f"{type(self).__name__}: FSDP2 gathers no tensors of two values; keep the parameter in high precision"
-        raise UnsupportedError(message)
+        return names, {"quantizer": self._quantizer, "dtype": self.dtype}
 
-    def fsdp_post_all_gather(self, *_: Any, **__: Any) -> Any:
-        """Raise, as :meth:`fsdp_pre_all_gather` does; FSDP2 asks for both methods.
-
-        Raises
-        ------
-        UnsupportedError
-            Always.
-        """
-        return self.fsdp_pre_all_gather(None, None, None, None, None)
-
-    # Copies --------------------------------------------------------------------------------------
+    @classmethod
+    def __tensor_unflatten__(
+        cls, inner: dict[str, Any], about: dict[str, Any], size: Any, stride: Any
+    ) -> Any:
+        """Make a tensor over two values."""
+        rowwise, columnwise = map(inner.get, cls._HELD)
+        return cls(
+            size,
+            about["dtype"],
+            rowwise_storage=rowwise,
+            columnwise_storage=columnwise,
+            quantizer=about["quantizer"],
+            stride=stride,
+        )
 
     _HELD = ("_rowwise_storage", "_columnwise_storage")
 
@@ -548,7 +583,7 @@ def _make_hybrid_quantized_tensor_in_reduce_ex(
     return made
 
 
-class HybridQuantizer(Quantizer):
+class HybridQuantizer(ComparedBySettings, Quantizer):
     """Quantise values differently for forward, which reads rows, and backward, which reads columns.
 
     Under a :class:`CustomRecipe`, whose factory returns such quantizers, layers and operations take an FP8 quantizer
@@ -614,6 +649,10 @@ class HybridQuantizer(Quantizer):
         self.columnwise_source = columnwise_source
         rowwise_quantizer.set_usage(rowwise=True, columnwise=False)
         columnwise_quantizer.set_usage(rowwise=False, columnwise=True)
+
+    def _settings(self) -> tuple[Any, ...]:
+        own = self.rowwise_usage, self.columnwise_usage, self.internal, self.columnwise_source
+        return (*own, self.rowwise_quantizer, self.columnwise_quantizer)
 
     def copy(self) -> HybridQuantizer:
         """Return another quantizer with the same settings, over copies of both quantizers."""

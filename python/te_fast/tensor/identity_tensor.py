@@ -268,8 +268,7 @@ class IdentityTensor(TensorOverStorage, IdentityTensorStorage):
     def _take(self, values: torch.Tensor) -> None:
         """Hold other values; the tensor that torch sees follows their shape, type and device."""
         fresh = self._over(values)
-        outside = [(one.shape, one.dtype, one.device, one.stride()) for one in (fresh, self)]
-        if outside[0] == outside[1]:
+        if _outside_of(fresh) == _outside_of(self):
             self._hp_data = values
             count_write(self, values)
             return
@@ -366,7 +365,12 @@ class IdentityTensor(TensorOverStorage, IdentityTensorStorage):
             raise QuantizedTensorError(message)
         if out is None:
             return self._over(values), all_gather_outputs
-        getattr(out, "_local_tensor", out)._take(values)
+        whole = getattr(out, "_local_tensor", out)
+        if _outside_of(whole) == _outside_of(values):
+            # A gather for backward brings the values of forward: FSDP2 keeps torch's version.
+            whole._hp_data = values
+        else:
+            whole._take(values)
         return out, all_gather_outputs
 
     # Compilers and copies ------------------------------------------------------------------------
@@ -395,6 +399,10 @@ class IdentityTensor(TensorOverStorage, IdentityTensorStorage):
     def _reduced(self) -> Any:
         fields = (self._hp_data, self._quantizer, self.dtype, self.shape)
         return _make_identity_tensor_in_reduce_ex, fields
+
+
+def _outside_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.device, tensor.stride()
 
 
 def _note_writes(func: Any, args: Any, kwargs: dict[str, Any]) -> None:

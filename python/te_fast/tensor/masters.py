@@ -138,6 +138,11 @@ class _Part:
         """Whether the weight is in high precision."""
         return isinstance(self.weight, IdentityTensorStorage)
 
+    @property
+    def is_two(self) -> bool:
+        """Whether the weight has two values, which its quantizer writes together."""
+        return isinstance(self.weight, HybridQuantizedTensorStorage)
+
     def round(self) -> None:
         """Write the slice into a weight in high precision, or into its shard."""
         if self.values is not None and self.raw is not None:
@@ -282,8 +287,9 @@ def quantize_master_weights(
 
     Parameters
     ----------
-    model_weights : sequence of Float8Tensor, Float8BlockwiseQTensor or IdentityTensor
-        The weights, whole. Those in high precision get their slices rounded to their type.
+    model_weights : sequence of Float8Tensor, Float8BlockwiseQTensor, IdentityTensor or HybridQuantizedTensor
+        The weights, whole. Those in high precision get their slices rounded to their type. A weight of two values needs
+        its whole master weight on one rank, or shards of two values.
     master_weights : sequence of torch.Tensor or None
         This rank's slice of each weight in high precision, flat; None if other ranks have all of the weight. Values are
         rounded to the weight's nominal type first, so that sharded training has the bits of training without shards.
@@ -303,7 +309,8 @@ def quantize_master_weights(
     ArgumentError, ShapeError, DtypeError, DeviceError
         If the lists, or tensors in them, do not fit; nothing was written then.
     UnsupportedError
-        For blocks of 1x128, stacks of experts' weights in slices, and weights of two values (HybridQuantizedTensor).
+        For blocks of 1x128, stacks of experts' weights in slices, and weights of two values whose columns follow from
+        the rows, or are in FP8 while ranks share the weight.
 
     See Also
     --------
@@ -328,11 +335,18 @@ def quantize_master_weights(
             if "_high_precision_init_val" in weight.__dict__:
                 weight.clear_high_precision_init_val()
         return
-    parts = _parts(model_weights, master_weights, start_offsets, fsdp_shard_model_weights)
+    parts = _parts(
+        model_weights, master_weights, start_offsets, fsdp_shard_model_weights, is_alone=is_alone
+    )
     for part in parts:
         if part.is_plain:
             part.round()
-    parts = [part for part in parts if not part.is_plain]
+        elif part.is_two:
+            _quantize_alone(part)
+    parts = [part for part in parts if not (part.is_plain or part.is_two)]
+    for weight in model_weights:
+        if isinstance(weight, HybridQuantizedTensorStorage):
+            count_write(weight)
     if is_alone:
         for part in parts:
             if part.is_whole:
@@ -411,6 +425,8 @@ def _parts(
     masters: Sequence[torch.Tensor | None],
     starts: Sequence[int | None],
     shards: Sequence[torch.Tensor | None] | None,
+    *,
+    is_alone: bool,
 ) -> list[_Part]:
     shards = [None] * len(weights) if shards is None else shards
     if not len(weights) == len(masters) == len(starts) == len(shards):
@@ -421,20 +437,70 @@ def _parts(
         raise ArgumentError(message)
     made = []
     for weight, master, start, shard in zip(weights, masters, starts, shards, strict=True):
+        if isinstance(weight, HybridQuantizedTensorStorage):
+            made.extend(_parts_of_two(weight, master, start, shard, is_alone=is_alone))
+            continue
         _check_weight(weight)
         made.append(_part(weight, master, start, shard))
     return made
 
 
+def _parts_of_two(
+    weight: Any, master: Any, start: Any, shard: Any, *, is_alone: bool
+) -> list[_Part]:
+    """Return the parts of a weight of two values: the weight itself if one rank has all of it, else each value."""
+    both = weight._both()
+    held = [one for one in both if one is not None]
+    if not held:
+        message = "quantize_master_weights: a weight of two values has neither; both directions were dropped"
+        raise ArgumentError(message)
+    quantizer: Any = weight._get_quantizer()
+    if both[1] is not None and quantizer.columnwise_source != "original":
+        message = (
+            "quantize_master_weights: a weight of two values whose columns follow from its rows "
+            f"(columnwise_source={quantizer.columnwise_source!r}) is not supported; use 'original', or drop the "
+            "columns by update_usage(columnwise_usage=False)"
+        )
+        raise UnsupportedError(message)
+    if master is not None:
+        begin = _begin(master, start)
+        is_whole = begin == 0 and master.numel() == weight.size().numel()
+        if is_whole and is_alone and shard is None:
+            values = master.detach().to(weight.device, weight._dtype).contiguous().view(-1)
+            return [_Part(weight, values, 0, None)]
+        is_of_both = isinstance(shard, HybridQuantizedTensorStorage)
+        if len(held) == 2 and not (is_whole or is_of_both):
+            message = (
+                "quantize_master_weights: a slice of a weight of two values, of which an all-gather brings one; give "
+                "the whole master weight, a shard of two values, or drop a value by update_usage"
+            )
+            raise ArgumentError(message)
+    shards = shard._both() if isinstance(shard, HybridQuantizedTensorStorage) else (shard, shard)
+    parts = []
+    for one, own in zip(both, shards, strict=True):
+        if one is None:
+            continue
+        if isinstance(one, Float8TensorBase) and one._value.row is None:
+            message = (
+                "quantize_master_weights: a weight of two values has columns in FP8, which are written only together "
+                "with its rows, by one rank from the whole master weight"
+            )
+            raise UnsupportedError(message)
+        _check_weight(one)
+        parts.append(_part(one, master, start, None if own is None else _bytes_of(own)))
+    return parts
+
+
+def _bytes_of(shard: Any) -> Any:
+    """Return the memory of a shard that is a quantised tensor; other tensors are memory themselves."""
+    if isinstance(shard, IdentityTensorStorage):
+        return shard._values()
+    return shard._value.row if isinstance(shard, Float8TensorBase) else shard
+
+
 def _check_weight(weight: Any) -> None:
     if isinstance(weight, IdentityTensorStorage):
         return
-    if isinstance(weight, HybridQuantizedTensorStorage):
-        message = (
-            f"quantize_master_weights: weights of two values ({type(weight).__name__}) are not supported; give whole "
-            "values to the weight's quantize_"
-        )
-        raise UnsupportedError(message)
     if not isinstance(weight, Float8Tensor | Float8BlockwiseQTensor):
         message = (
             f"quantize_master_weights: expected quantised weights, got {type(weight).__name__}"

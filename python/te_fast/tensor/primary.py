@@ -16,6 +16,7 @@ from te_fast.runtime.delayed import DelayedScalingRecipeState
 from te_fast.tensor.float8 import Float8Quantizer
 from te_fast.tensor.of_recipe import ONE, Stack, quantizer_of, slot_of
 from te_fast.tensor.quantizer import Float8QuantizerBase
+from te_fast.tensor.storage import QuantizedTensorStorage
 from te_fast.tensor.tensor import Float8TensorBase
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -28,6 +29,19 @@ _masters: WeakKeyDictionary[Float8Quantizer, weakref.ref[torch.Tensor]] = WeakKe
 def is_quantized(parameter: Any) -> bool:
     """Tell whether a parameter is a quantised tensor."""
     return isinstance(parameter, Float8TensorBase)
+
+
+def as_read(tensor: Any) -> Any:
+    """Return a tensor as kernels read it: dequantised, if it is an IdentityTensor or a tensor of two values.
+
+    Parameters
+    ----------
+    tensor : Any
+        Any tensor; a plain or FP8 one returns as it is.
+    """
+    if isinstance(tensor, QuantizedTensorStorage) and not isinstance(tensor, Float8TensorBase):
+        return tensor.dequantize()
+    return tensor
 
 
 def weight_quantizer(

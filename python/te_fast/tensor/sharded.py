@@ -99,3 +99,78 @@ def after_gather(
     # Bytes and address may have changed, but FSDP2 keeps torch's version.
     value.note_write()
     return (made, ()) if out is None else None
+
+
+def before_gather_of_both(shard: Any, mesh: Any, *about: Any) -> tuple[Any, Any]:
+    """Return the tensors that FSDP2 gathers of a tensor of two values, and what each value notes with how many tensors.
+
+    Parameters
+    ----------
+    shard : HybridQuantizedTensor
+        Rows of the parameter.
+    mesh : DeviceMesh
+        Ranks that have the other rows.
+    *about
+        The other arguments of ``fsdp_pre_all_gather``.
+    """
+    for name, one in zip(("rowwise", "columnwise"), shard._both(), strict=True):
+        _check_half(type(shard).__name__, name, one)
+    quantizer = shard._quantizer
+    if not quantizer.with_amax_reduction:
+        # After a step each rank quantises its rows by the maximum of all.
+        quantizer.with_amax_reduction = True
+        quantizer.amax_reduction_group = mesh.get_group()
+    gathered: list[torch.Tensor] = []
+    notes: list[Any] = []
+    for one in shard._both():
+        if one is None:
+            notes.append(None)
+            continue
+        hooked: Any = one
+        tensors, note = hooked.fsdp_pre_all_gather(mesh, *about)
+        gathered.extend(tensors)
+        notes.append((len(tensors), note))
+    return tuple(gathered), tuple(notes)
+
+
+def _check_half(owner: str, name: str, one: Any) -> None:
+    """Raise if FSDP2 cannot gather a value of two."""
+    if one is None:
+        return
+    if not isinstance(one, torch.Tensor):
+        message = f"{owner}: FSDP2 cannot gather a storage-only {name} sub-storage; make it with internal=False"
+        raise UnsupportedError(message)
+    value = getattr(one, "_value", None)
+    if value is not None and value.row is None:
+        message = (
+            f"{owner}: FSDP2 gathers rows, which the FP8 {name} sub-storage lacks; quantise it by an "
+            "IdentityQuantizer, or keep the parameter in high precision"
+        )
+        raise UnsupportedError(message)
+
+
+def after_gather_of_both(
+    shard: Any,
+    outputs: tuple[torch.Tensor, ...],
+    metadata: Any,
+    dtype: torch.dtype,
+    out: Any,
+) -> Any:
+    """Return the whole parameter of two values over gathered tensors, or move a former one to them."""
+    whole = None if out is None else getattr(out, "_local_tensor", out)
+    left = outputs
+    made: list[Any] = []
+    for index, (one, noted) in enumerate(zip(shard._both(), metadata, strict=True)):
+        if noted is None:
+            made.append(None)
+            continue
+        count, note = noted
+        former = None if whole is None else whole._both()[index]
+        found = one.fsdp_post_all_gather(left[:count], note, dtype, out=former)
+        made.append(found[0] if former is None else former)
+        left = left[count:]
+    if whole is not None:
+        return out, outputs
+    first = next(one for one in made if one is not None)
+    outside = {"stride": first.stride(), "storage_offset": first.storage_offset()}
+    return shard._over(*made, shape=first.shape, **outside), outputs
