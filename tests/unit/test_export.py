@@ -231,25 +231,6 @@ def test_an_operation_in_python_is_exported():
         assert torch.equal(program(X), chain(X))
 
 
-class Experts(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.experts = te.GroupedLinear(2, 32, 32, device="cpu", name="experts")
-
-    def forward(self, x):
-        return self.experts(x, [4, 12])
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_experts_are_refused_by_name(strict):
-    kinds = UnsupportedError if not strict else Exception
-    text = "experts: torch.export cannot save its grouped_linear"
-    if strict and torch.__version__ < "2.9":  # its strict traces tell no message
-        text = "Observed exception"
-    with pytest.raises(kinds, match=text):
-        exported(Experts(), strict=strict)
-
-
 def test_what_cannot_be_saved_is_refused():
     layer = te.Linear(32, 32, device="cpu")
     recipe = DelayedScaling(amax_compute_algo=lambda history: history[0])
