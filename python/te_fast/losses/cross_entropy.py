@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import distributed
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from te_fast.errors import ArgumentError, DtypeError, RanksError, ShapeError, StateError
+from te_fast.runtime.second_order import differentiable_once
 
 
 class _RowLosses(torch.autograd.Function):
@@ -52,7 +52,7 @@ class _RowLosses(torch.autograd.Function):
         return log_sum - (1.0 - smoothing) * predicted - uniform * total
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once("parallel_cross_entropy")
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         if ctx.is_overwritten:
             message = (

@@ -16,6 +16,7 @@ from torch.nn import functional
 from te_fast.errors import ArgumentError, DeviceError, DtypeError, ShapeError, UnsupportedError
 from te_fast.moe import choice as kernels
 from te_fast.runtime.arguments import check_numbers, check_positive_sizes, check_sizes
+from te_fast.runtime.second_order import differentiable_once
 
 _SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -104,7 +105,7 @@ class _SqrtSoftplus(torch.autograd.Function):
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once("router")
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         x, y = ctx.saved_tensors
         return grad * torch.sigmoid(x) / (2 * y + _EPS)
@@ -515,5 +516,7 @@ def fused_moe_aux_loss(
     if isinstance(total, torch.Tensor):
         loss = loss * (factor / total.float().square()).reshape(())
     else:
-        loss = loss * (factor / float(total) ** 2)
+        loss = loss * (
+            factor / torch.sym_float(total) ** 2
+        )  # float() would bind an export to the number
     return loss.to(probs.dtype)
