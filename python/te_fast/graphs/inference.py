@@ -191,6 +191,10 @@ def describe(
     if recipe is not None:
         kept: Any = recipe
         fields = {f.name: _plain(getattr(kept, f.name), f.name) for f in dataclasses.fields(kept)}
+        if recorder.has_stacks and "backward_override" in fields:
+            fields["backward_override"] = (
+                None  # kernels for all experts take none, and inference has no backward
+            )
         described["recipe"] = [type(recipe).__name__, fields]
     given = {
         index: (*kind[:2], kind[3] if count == 1 else 1)
