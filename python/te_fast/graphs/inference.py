@@ -286,8 +286,9 @@ class _Loaded:
             names = ["weight", "bias"] if has_bias else ["weight"]
             program.norm(label, norm, own, "weight", bias, *rest)
         elif kind == "grouped_linear":
-            names, *sizes, slots = arguments
-            program.grouped_linear(label, self._handle(label), own, names, *sizes, tuple(slots))
+            names, number, inputs, outputs, (forward, backward) = arguments
+            handle, slots = self._handle(label), (forward, backward)
+            program.grouped_linear(label, handle, own, names, number, inputs, outputs, slots)
         elif kind == "grouped_bias":
             names, *sizes = arguments
             program.grouped_bias(label, own, names, *sizes)
