@@ -231,25 +231,6 @@ def test_an_operation_in_python_is_exported():
         assert torch.equal(program(X), chain(X))
 
 
-class Experts(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.experts = te.GroupedLinear(2, 32, 32, device="cpu", name="experts")
-
-    def forward(self, x):
-        return self.experts(x, [4, 12])
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_experts_are_refused_by_name(strict):
-    kinds = UnsupportedError if not strict else Exception
-    text = "experts: torch.export cannot save its grouped_linear"
-    if strict and torch.__version__ < "2.9":  # its strict traces tell no message
-        text = "Observed exception"
-    with pytest.raises(kinds, match=text):
-        exported(Experts(), strict=strict)
-
-
 def test_what_cannot_be_saved_is_refused():
     layer = te.Linear(32, 32, device="cpu")
     recipe = DelayedScaling(amax_compute_algo=lambda history: history[0])
@@ -275,3 +256,54 @@ def test_a_damaged_text_is_refused(change, match):
     assert torch.allclose(y, X @ weight.t(), atol=1e-4)
     with pytest.raises(StateError, match=match):
         torch.ops.te_fast.inference(X, [], [weight], [], change(described))
+
+
+class Squared(ops.BasicOperation):
+    """An operation of a user's own, whose backward is not the derivative of its forward."""
+
+    def op_forward(self, ctx, input_, **_):
+        return input_ * input_
+
+    def op_backward(self, ctx, grad_output):
+        return grad_output, ()
+
+
+class Scaled(ops.BasicOperation):
+    """One with a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.full((32,), 3.0))
+
+    def op_forward(self, ctx, input_, **_):
+        ctx.save_for_backward(input_)
+        return input_ * self.scale
+
+    def op_backward(self, ctx, grad_output):
+        (x,) = ctx.saved_tensors
+        return grad_output * self.scale, ((grad_output * x).sum(0),)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("kind", [Squared, Scaled])
+def test_operations_of_the_users_own(kind, strict):
+    linear = ops.Linear(32, 32, device="cpu")
+    chain = ops.Sequential(linear, kind())
+    with torch.no_grad():
+        program = torch.export.export(chain, (X,), strict=strict).module()
+        found = program(X)
+        y = torch.nn.functional.linear(X, *linear.parameters())
+    assert torch.allclose(found, y * y if kind is Squared else 3 * y, rtol=1e-4, atol=1e-4)
+    # With gradients, a program would have lost the operation's own backward.
+    error = Exception if strict else UnsupportedError
+    text = f"op 1: {kind.__name__}: torch.export keeps no backward"
+    if strict and torch.__version__ < "2.9":  # its strict traces tell no message
+        text = "Observed exception"
+    with pytest.raises(error, match=text):
+        torch.export.export(chain, (X,), strict=strict)
+
+
+def test_operations_of_the_users_own_without_anything_to_train():
+    """Nothing is lost where nothing wants a gradient."""
+    program = torch.export.export(ops.Sequential(Squared()), (X,), strict=False).module()
+    assert torch.equal(program(X), X * X)

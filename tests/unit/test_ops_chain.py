@@ -260,7 +260,7 @@ def test_retained_graphs(between):
 def test_second_derivatives_are_refused(between):
     x = leaf(8, 16)
     (dx,) = torch.autograd.grad(mlp(torch.float32, *between)(x).sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable|does not require grad"):
+    with pytest.raises(RuntimeError, match="cannot be differentiated again"):
         dx.sum().backward()
 
 

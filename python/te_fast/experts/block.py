@@ -9,12 +9,15 @@ from typing import Any
 import torch
 from torch.compiler import is_compiling
 from torch.nn import functional
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from te_fast.errors import ArgumentError, DtypeError, ShapeError, UnsupportedError
+from te_fast.errors import ArgumentError, DtypeError, ShapeError
+from te_fast.experts import exported
 from te_fast.experts.balancing_loss import balancing_loss
 from te_fast.experts.exchange import expert_ranks
 from te_fast.experts.mixture import Mixture
-from te_fast.experts.program import ExpertsProgram, Router
+from te_fast.experts.program import ExpertsProgram, Router, may_replace
+from te_fast.graphs.refusal import refusal
 from te_fast.moe.choice import MOST_EXPERTS
 from te_fast.moe.router import (
     choice_of,
@@ -257,8 +260,13 @@ class MoE(torch.nn.Module):
         # Attributes of modules that lie in this dictionary cost several microseconds.
         experts: Any = self._modules["experts"]
         program = self._program(experts, inp)
+        one = None if program is not None else exported.run(self, inp)
         if program is not None:
             merged, logits = self._in_one(program, inp, is_first_microbatch)
+        elif one is not None:
+            merged, logits, counts = one
+            if counts is not None and self._counts():
+                self.tokens_per_expert.add_(counts)  # type: ignore[union-attr]
         else:
             with outside:
                 probs, chosen, logits = self._route(inp)
@@ -292,13 +300,42 @@ class MoE(torch.nn.Module):
             or not is_unseen(inp, weight)
         ):
             return None
+        router = self._router_now()
+        return self._mixture.routed_program(experts, inp, self.topk, router, parameters)
+
+    def _router_now(self) -> Router:
+        """Return how the router chooses, as the attributes say now."""
         how, bias = self._how, self._buffers["expert_bias"]
         asked = how, bias is not None, self.aux_loss_coeff != 0.0
         if self._router is None or self._router[0] != asked:
             choice = choice_of(self.num_experts, *how, bias)
             self._router = asked, Router(choice, *asked[1:])
-        router = self._router[1]
-        return self._mixture.routed_program(experts, inp, self.topk, router, parameters)
+        return self._router[1]
+
+    def _exported_program(
+        self, dtype: torch.dtype, autocast: torch.dtype | None, device: torch.device
+    ) -> ExpertsProgram | None:
+        """Return the program that :meth:`_program` would return for an eager call."""
+        experts: Any = self._modules["experts"]
+        weight, parameters = self._parameters["router"], self._parameters
+        if (
+            self._ranks is not None
+            or weight is None
+            or is_traceable_wrapper_subclass(weight)  # plain ones are fake here
+            or weight.dtype not in _ROUTER_TYPES
+            or weight.device != device
+            or not may_replace(experts)
+        ):
+            return None
+        router: Any = self._router_now()
+        program = self._mixture.routed_program_of(experts, self.topk, router, parameters)
+        return program if program is not None and program.computes_in(dtype, autocast) else None
+
+    def _prepare_exported(self, *call: Any) -> Any:
+        return exported.prepare(self, *call)
+
+    # A trace calls this method, on the real block, and its result is a constant.
+    _prepare_exported._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def _in_one(
         self, program: ExpertsProgram, inp: torch.Tensor, is_first_microbatch: bool | None
@@ -323,7 +360,7 @@ class MoE(torch.nn.Module):
         """Return probabilities, the map of the chosen experts, and logits, each ``(tokens, experts)``."""
         if torch._C._are_functorch_transforms_active():
             message = "MoE: torch.func transforms (vmap, grad, ...) do not work here; use torch.nn layers in them"
-            raise UnsupportedError(message)
+            raise refusal(message)
         tokens = inp.reshape(-1, self.hidden_size)
         logits = functional.linear(tokens.float(), self.router.float())
         return *fused_topk_with_score_function(logits, *self._how, self.expert_bias), logits

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from te_fast.errors import DtypeError, RanksError, UnsupportedError
+from te_fast.graphs.refusal import refusal
 from te_fast.moe.permutation import (
     moe_sort_chunks_by_index,
     moe_sort_chunks_by_index_with_probs,
@@ -18,6 +18,7 @@ from te_fast.moe.permutation import (
 from te_fast.parallel.ranks import divided
 from te_fast.runtime import native
 from te_fast.runtime.collectives import get_distributed_rank, get_distributed_world_size, named
+from te_fast.runtime.second_order import differentiable_once
 
 #: Kinds of calls that are remembered.
 _LIMIT = 256
@@ -69,7 +70,7 @@ class _Exchange(torch.autograd.Function):
         return splits.exchange(*tensors)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once(lambda ctx: ctx.splits.name)
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         return (None, *ctx.splits.reverse().exchange(*grads))
 
@@ -156,8 +157,11 @@ class ExpertRanks:
             Under a compiler or a capture.
         """
         if torch.compiler.is_compiling():
-            message = f"{self.name}: torch.compile of experts that ranks share (ep_group) is not supported yet"
-            raise UnsupportedError(message)
+            message = (
+                f"{self.name}: experts that ranks share (ep_group) cannot be traced, since the host reads how many "
+                "rows come; call the block outside of torch.compile, by torch.compiler.disable"
+            )
+            raise refusal(message)
         if rows.is_cuda and torch.cuda.is_current_stream_capturing():
             message = (
                 f"{self.name}: a CUDA graph cannot capture experts that ranks share (ep_group): the host reads how "

@@ -90,11 +90,18 @@ class Mixture:
         """
         if not takes(experts, tokens):
             return None
+        program = self.routed_program_of(experts, topk, router, parameters)
+        return program if program is not None and program.keeps_type(tokens) else None
+
+    def routed_program_of(
+        self, experts: Sequential, topk: int, router: Router, parameters: dict[str, Any]
+    ) -> ExpertsProgram | None:
+        """Return the program that also routes the tokens; None if the operations cannot be one program."""
         if self.routed is None or not self.routed.is_of(experts, topk, router):
             if not is_one_program(experts):
                 return None
             self.routed = ExpertsProgram(experts, topk, self._name, router, parameters)
-        return self.routed if self.routed.keeps_type(tokens) else None
+        return self.routed
 
     def program_of(self, experts: Sequential, topk: int) -> ExpertsProgram | None:
         """Return the program of the operations with permutation and sum; None if they cannot be one program."""

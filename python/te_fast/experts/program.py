@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -68,10 +69,9 @@ class ExpertsProgram:
         parameters: dict[str, Any] | None = None,
     ) -> None:
         self._ops: tuple[Any, ...] = tuple(experts)
-        self._topk, self._router = topk, router
+        self.name, self._topk, self._router = name, topk, router
         self._handles = _handles_of(self._ops)
         self._is_stale = False
-        first = self._ops[0]
         for op in self._ops:
             op.pre_first_fuser_forward()
             op._captured_by(self)
@@ -79,20 +79,34 @@ class ExpertsProgram:
         self._first_parameters = [
             (op._parameters, name) for op in self._ops[::2] for name in _first_names(op)
         ]
+        self._parameters = parameters
+        self._labels: list[str] = []
         program = self.program = native.Program(name)
-        labels = self._labels = ["permute"]
-        if router is not None and parameters is not None:
-            labels.insert(0, "router")
+        for label in self._appended(program):
+            self._labels += [label] * (program.num_ops - len(self._labels))
+        #: The program in exports; made when first exported.
+        self.traced: Any = None
+
+    def _appended(self, program: Any) -> Iterator[str]:
+        """Append the ops to a program, or to a recorder; yield the label of each operation behind its ops."""
+        first, router = self._ops[0], self._router
+        if router is not None and self._parameters is not None:
             sizes = first.num_groups, first.in_features
             how = {"biased": router.is_biased, "logits": router.gives_logits}
-            program.router("router", parameters, "router", *sizes, router.choice, **how)
-        program.permute("permute", first.num_groups, topk, routed=router is not None)
+            program.router("router", self._parameters, "router", *sizes, router.choice, **how)
+            yield "router"
+        program.permute("permute", first.num_groups, self._topk, routed=router is not None)
+        yield "permute"
         for index, op in enumerate(self._ops):
             label = f"{index}: {type(op).__name__}"
             op._append_to(program, label)
-            labels += [label] * (program.num_ops - len(labels))
+            yield label
         program.unpermute("unpermute")
-        labels.append("unpermute")
+        yield "unpermute"
+
+    def _append_to(self, program: Any) -> None:
+        for _ in self._appended(program):
+            pass
 
     def _forget(self, *, stale: bool = False) -> None:
         """Note that an operation has changed; the operation calls this on all programs that contain it."""
@@ -119,7 +133,11 @@ class ExpertsProgram:
     def keeps_type(self, tokens: torch.Tensor) -> bool:
         """Tell whether the experts compute in the tokens' type. A router reads the tokens before any conversion."""
         autocast = autocast_dtype(tokens) if is_any_autocast_enabled() else None
-        return tokens.dtype is (autocast or self._dtype)
+        return self.computes_in(tokens.dtype, autocast)
+
+    def computes_in(self, dtype: torch.dtype, autocast: torch.dtype | None) -> bool:
+        """Tell whether the experts compute in a type, perhaps under ``torch.autocast`` to another one."""
+        return dtype is (autocast or self._dtype)
 
     def __call__(
         self,
@@ -157,6 +175,11 @@ class ExpertsProgram:
         epoch = native.autocast_region()[5]
         for op in self._ops:
             op._init_scales(recipe, epoch)
+
+    def _delayed_states_of_linears(self, *, forward: bool) -> list[Any]:
+        """Return the scales of the products, in order."""
+        direction = "forward" if forward else "backward"
+        return [op._delayed_state(direction) for op in self._ops[::2]]
 
 
 def _handles_of(ops: tuple[Any, ...]) -> list[Any]:
@@ -197,10 +220,14 @@ def takes(experts: Any, tokens: torch.Tensor) -> bool:
     tokens : torch.Tensor
         ``(..., hidden_size)``, without hooks or tracing.
     """
+    return tokens.numel() != 0 and may_replace(experts)
+
+
+def may_replace(experts: Any) -> bool:
+    """Tell the same of calls with tokens."""
     enabled, calibrating, *_ = native.autocast_region()
     return (
         are_called_plainly(experts, *experts._modules.values())
-        and tokens.numel() != 0
         and not fuser._is_custom()
         and not _config.DEBUG  # which checks for dropped rows
         and (enabled or not calibrating)

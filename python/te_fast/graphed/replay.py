@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_unflatten
 
 from te_fast.errors import StateError
@@ -18,6 +17,7 @@ from te_fast.graphs.stand_ins import stays_outside
 from te_fast.runtime import native
 from te_fast.runtime.delayed import update_scales
 from te_fast.runtime.global_state import autocast_state
+from te_fast.runtime.second_order import differentiable_once
 
 if TYPE_CHECKING:
     from te_fast.graphed.recorder import Graph
@@ -80,7 +80,7 @@ class Graphed(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once(lambda ctx: ctx.call.run.name)
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         """Replay the backward."""
         call: _Call = ctx.call

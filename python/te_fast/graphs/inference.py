@@ -8,7 +8,9 @@ native program and FP8 weights from a text, and keeps them as long as the parame
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+import threading
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -23,13 +25,14 @@ from te_fast.runtime import native
 from te_fast.runtime.autocast import prepare_recipe
 from te_fast.runtime.delayed import DelayedScalingRecipeState
 from te_fast.runtime.library import register
+from te_fast.runtime.parts import joined
 from te_fast.tensor.blockwise import Float8BlockwiseQTensor
 from te_fast.tensor.float8 import Float8Tensor
 
 Tensors = list[torch.Tensor]
 
 _OPTIONS = {"MMParams": MMParams, "QParams": QParams}
-_PLAIN_OPS = ("add_extra_input", "add_residual", "constant_scale", "identity")
+_PLAIN_OPS = ("add_extra_input", "add_residual", "constant_scale", "identity", "unpermute")
 
 
 class Recorder:
@@ -45,20 +48,67 @@ class Recorder:
         self._name = name
         self.ops: list[list[Any]] = []
         self.num_extra_outputs = 0
+        #: For each parameter, the tensors that calls pass for it: one, or one for each expert.
+        self.parts: list[int] = []
+        self.has_stacks = False
+        #: Experts whose tokens a router counts, and whether it returns logits.
+        self.counts = 0
+        self.gives_logits = False
 
     def linear(self, label: str, _handle: Any, _of: Any, _weight: str, *sizes: Any) -> None:
         """Note a linear op; its weight counts as one tensor, even if it consists of parts."""
+        self.parts.append(1)
         self.ops.append(["linear", label, *sizes[:2]])
+
+    def grouped_linear(
+        self, label: str, _handle: Any, _of: Any, weights: Sequence[str], *sizes: Any
+    ) -> None:
+        """Note the products of experts, whose weights are one stack or a tensor each."""
+        self._note_stack(len(weights))
+        self.ops.append(["grouped_linear", label, list(weights), *sizes])
+
+    def grouped_bias(self, label: str, _of: Any, biases: Sequence[str], *sizes: int) -> None:
+        """Note the biases of experts, likewise."""
+        self._note_stack(len(biases))
+        self.ops.append(["grouped_bias", label, list(biases), *sizes])
+
+    def _note_stack(self, tensors: int) -> None:
+        self.parts.append(tensors)
+        self.has_stacks = True
+
+    def router(
+        self,
+        label: str,
+        _of: Any,
+        _weight: str,
+        num_experts: int,
+        cols: int,
+        choice: Sequence[Any],
+        *,
+        biased: bool,
+        logits: bool,
+    ) -> None:
+        """Note a router, which counts the tokens of experts if it is biased."""
+        self.parts.append(1)
+        self.counts = num_experts if biased else 0
+        self.gives_logits = logits
+        self.ops.append(["router", label, num_experts, cols, list(choice), biased, logits])
+
+    def permute(self, label: str, *sizes: int, routed: bool = False) -> None:
+        """Note a permutation of the tokens to their experts."""
+        self.ops.append(["permute", label, *sizes, routed])
 
     def fuse_parts(self) -> None:
         """Note nothing, since inference has no gradients."""
 
     def bias(self, label: str, _of: Any, _name: str, size: int, _parts: Any = ()) -> None:
         """Note a bias."""
+        self.parts.append(1)
         self.ops.append(["bias", label, size])
 
     def norm(self, label: str, kind: str, _of: Any, _weight: str, bias: Any, *rest: Any) -> None:
         """Note a norm."""
+        self.parts += [1] if bias is None else [1, 1]
         self.ops.append(["norm", label, kind, bias is not None, *rest])
 
     def activation(self, label: str, kind: str, **options: Any) -> None:
@@ -127,7 +177,8 @@ def describe(
     cols : int
         Columns of the input.
     kinds : sequence
-        For each quantised parameter: block, FP8 type, whether it has a column layout, and number of values.
+        For each parameter, None or how it is quantised: block, FP8 type, whether it has a column layout, and number
+        of values.
 
     Raises
     ------
@@ -140,10 +191,24 @@ def describe(
     if recipe is not None:
         kept: Any = recipe
         fields = {f.name: _plain(getattr(kept, f.name), f.name) for f in dataclasses.fields(kept)}
+        if recorder.has_stacks and "backward_override" in fields:
+            fields["backward_override"] = (
+                None  # kernels for all experts take none, and inference has no backward
+            )
         described["recipe"] = [type(recipe).__name__, fields]
-    given = {index: kind[:2] for index, kind in enumerate(kinds) if kind is not None}
+    given = {
+        index: (*kind[:2], kind[3] if count == 1 else 1)
+        for index, (kind, count) in enumerate(zip(kinds, recorder.parts, strict=False))
+        if kind is not None
+    }
     if given:
         described["quantized"] = given
+    if recorder.has_stacks:
+        described["parts"] = recorder.parts
+    if recorder.counts:
+        described["counts"] = recorder.counts
+    if recorder.gives_logits:
+        described["logits"] = True
     return json.dumps(described, sort_keys=True)
 
 
@@ -165,45 +230,77 @@ class _Loaded:
     """A program from a text, with the FP8 weights and states of its linear ops for one set of weights."""
 
     def __init__(self, text: str, device: torch.device) -> None:
+        #: For each op with parameters, the dictionary in which the program finds them during a call, and their names.
+        self._places: list[tuple[dict[str, Any], list[str]]] = []
+        self._handles: list[native.WeightHandle] = []
         try:
             described = json.loads(text)
             self._recipe = _recipe_of(described.get("recipe"))
             self._program = native.Program(described["name"])
-            self._handles: list[native.WeightHandle] = []
             for kind, label, *arguments in described["ops"]:
                 self._append(kind, label, arguments)
-            #: Block and FP8 type of the quantised parameters; calls pass each of them as bytes and scales.
+            #: Block, FP8 type and number of values of the quantised parameters; calls pass bytes and scales of each.
             self._quantized = {
-                int(index): (int(block), str(fp8))
-                for index, (block, fp8) in described.get("quantized", {}).items()
+                int(index): (int(block), str(fp8), int(*groups or [1]))
+                for index, (block, fp8, *groups) in described.get("quantized", {}).items()
             }
+            #: Tensors of each parameter, if a parameter is a stack of experts.
+            self._parts: list[int] | None = described.get("parts")
+            self._counts = int(described.get("counts", 0))
+            self._gives_logits = bool(described.get("logits", False))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             message = f"te_fast::inference: the text of a program is damaged: {error}"
             raise StateError(message) from error
         self._device = device
         self._states: list[tuple[DelayedScalingRecipeState, DelayedScalingRecipeState]] = []
         self._sizes: list[int] = []
+        #: Held by calls that put parameters into the dictionaries.
+        self._lock = threading.Lock()
 
     def _append(self, kind: str, label: str, arguments: list[Any]) -> None:
-        # Calls bring the parameters; the program has no module to find them in.
-        nowhere: dict[str, Any] = {}
-        if kind == "linear":
-            self._handles.append(native.WeightHandle(label))
-            self._program.linear(label, self._handles[-1], nowhere, label, *arguments)
-        elif kind == "bias":
-            self._program.bias(label, nowhere, label, *arguments)
-        elif kind == "norm":
-            norm, has_bias, *rest = arguments
-            bias = "bias" if has_bias else None
-            self._program.norm(label, norm, nowhere, label, bias, *rest)
+        if kind in ("linear", "bias", "norm", "grouped_linear", "grouped_bias", "router"):
+            self._append_with_parameters(kind, label, arguments)
         elif kind == "activation":
             function, options = arguments
             self._program.activation(label, function, **options)
+        elif kind == "permute":
+            experts, topk, routed = arguments
+            self._program.permute(label, experts, topk, routed=routed)
         elif kind in _PLAIN_OPS or kind in ("make_extra_output", "residual"):
             getattr(self._program, kind)(label, *arguments)
         else:
             message = f"there is no op {kind!r}"
             raise ValueError(message)
+
+    def _append_with_parameters(self, kind: str, label: str, arguments: list[Any]) -> None:
+        program, own = self._program, dict[str, Any]()
+        if kind == "linear":
+            names = [label]
+            program.linear(label, self._handle(label), own, label, *arguments)
+        elif kind == "bias":
+            names = [label]
+            program.bias(label, own, label, *arguments)
+        elif kind == "norm":
+            norm, has_bias, *rest = arguments
+            bias = "bias" if has_bias else None
+            names = ["weight", "bias"] if has_bias else ["weight"]
+            program.norm(label, norm, own, "weight", bias, *rest)
+        elif kind == "grouped_linear":
+            names, number, inputs, outputs, (forward, backward) = arguments
+            handle, slots = self._handle(label), (forward, backward)
+            program.grouped_linear(label, handle, own, names, number, inputs, outputs, slots)
+        elif kind == "grouped_bias":
+            names, *sizes = arguments
+            program.grouped_bias(label, own, names, *sizes)
+        else:
+            experts, cols, choice, biased, logits = arguments
+            names, how = ["router"], {"biased": biased, "logits": logits}
+            program.router(label, own, "router", experts, cols, tuple(choice), **how)
+        self._places.append((own, names))
+
+    def _handle(self, label: str) -> native.WeightHandle:
+        self._handles.append(native.WeightHandle(label))
+        return self._handles[-1]
 
     def _init_delayed_scaling(self) -> None:
         """Make states for the scales that calls pass; the dispatcher calls this when the region is new."""
@@ -225,22 +322,36 @@ class _Loaded:
             base = number * per_linear if is_shared else 0
             handle.set_slots(epoch, forward.slots, backward.slots, base, base)
 
-    def _whole(self, params: Tensors, dtype: torch.dtype) -> Tensors:
-        """Return the parameters; quantised ones are put together again from bytes and scales."""
-        given = iter(params)
-        whole: Tensors = []
-        for parameter in given:
-            kind = self._quantized.get(len(whole))
-            if kind is None:
-                whole.append(parameter)
-                continue
-            value = native.QuantizedValue(*kind, parameter, next(given), None, None)
-            quantized_class = Float8BlockwiseQTensor if kind[0] else Float8Tensor
-            whole.append(quantized_class._of_value(value, parameter.shape, dtype, None))
-        return whole
+    def _parameters(self, given: Tensors, dtype: torch.dtype) -> list[Tensors]:
+        """Return the parts of each parameter; quantised ones are put together again from bytes and scales."""
+        rest, found = iter(given), list[Tensors]()
+        for first in rest:
+            kind = self._quantized.get(len(found))
+            count = 1 if self._parts is None else self._parts[len(found)]
+            tensors = [first, *itertools.islice(rest, count * (1 if kind is None else 2) - 1)]
+            if kind is not None:
+                block, fp8, groups = kind
+                quantized_class = Float8BlockwiseQTensor if block else Float8Tensor
+                pairs = zip(tensors[::2], tensors[1::2], strict=True)
+                tensors = [
+                    quantized_class._of_value(
+                        native.QuantizedValue(block, fp8, row, scale, None, None, groups),
+                        row.shape,
+                        dtype,
+                        None,
+                    )
+                    for row, scale in pairs
+                ]
+            found.append(tensors)
+        return found
 
-    def __call__(self, x: torch.Tensor, extras: Tensors, params: Tensors, scales: Tensors) -> Any:
-        """Run the program in a region of its own."""
+    def __call__(
+        self, x: torch.Tensor, extras: Tensors, params: Tensors, scales: Tensors
+    ) -> tuple[torch.Tensor, ...]:
+        """Run the program in a region of its own.
+
+        Behind its results, a router gives the logits and the number of each expert's tokens, if it has them.
+        """
         region = native.HeldRegion(self._recipe, self._recipe is not None, False, False, None)
         try:
             if scales:
@@ -250,17 +361,37 @@ class _Loaded:
                 # Updates of the states must not matter: every call uses the scales that were saved.
                 for (forward, _), scale in zip(self._states, scales, strict=True):
                     forward._scale.copy_(scale)
-            return native.program_apply(
-                self._program,
-                self,
-                x,
-                tuple(extras),
-                None,
-                tuple(self._whole(params, x.dtype)),
-                None,
+            found = self._parameters(params, x.dtype)
+            if self._counts:  # memory for the numbers of tokens
+                counts = torch.zeros(self._counts, dtype=torch.int64, device=x.device)
+                extras = [extras[0].reshape(-1), counts]
+            out = (
+                self._run_on_parts(x, extras, found) if self._parts else self._run(x, extras, found)
             )
+            made = out if isinstance(out, tuple) else (out,)
+            if self._gives_logits:  # without tokens they have the tokens' type
+                made = (made[0], made[1].float())
+            return (*made, counts) if self._counts else made
         finally:
             region.take_back()
+
+    def _run(self, x: torch.Tensor, extras: Tensors, params: list[Tensors] | None) -> Any:
+        wholes = None if params is None else tuple([joined(parts) for parts in params])
+        return native.program_apply(self._program, self, x, tuple(extras), None, wholes, None)
+
+    def _run_on_parts(self, x: torch.Tensor, extras: Tensors, params: list[Tensors]) -> Any:
+        """Run on stacks of experts, which the program reads where they are, if experts lie side by side."""
+        if x.numel() == 0:  # without launches, torch joins the parts
+            return self._run(x, extras, params)
+        flat = iter([part for parts in params for part in parts])
+        with self._lock:
+            try:
+                for own, names in self._places:
+                    own.update(zip(names, flat, strict=False))
+                return self._run(x, extras, None)
+            finally:  # the program must not keep parameters alive
+                for own, _ in self._places:
+                    own.clear()
 
 
 class _OfParameters:
@@ -313,7 +444,7 @@ def _inference(
         out = loaded(x, extras, params, scales)
     found: Tensors = []
     taken = [tensor.data_ptr() for tensor in (x, *extras)]
-    for tensor in out if isinstance(out, tuple) else (out,):
+    for tensor in out:
         # An operator must return new tensors.
         is_shared = tensor.numel() > 0 and tensor.data_ptr() in taken
         found.append(tensor.clone() if is_shared else tensor)
@@ -322,7 +453,14 @@ def _inference(
 
 
 def _fake(x: torch.Tensor, _extras: Any, _params: Any, _scales: Any, program: str) -> Tensors:
-    return [x.new_empty((x.shape[0], width)) for width in json.loads(program)["widths"]]
+    described = json.loads(program)
+    rows = x.shape[0]
+    made = [x.new_empty((rows, width)) for width in described["widths"]]
+    if described.get("logits"):
+        made[1] = made[1].to(torch.float32)
+    if described.get("counts"):
+        made.append(x.new_empty((described["counts"],), dtype=torch.int64))
+    return made
 
 
 register(

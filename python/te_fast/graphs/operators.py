@@ -492,8 +492,11 @@ def _exported(
     if '"DelayedScaling"' in text:
         scales = [state._scale for state in owner._delayed_states_of_linears(forward=True)]
     inputs, params = tensors
-    wholes = [joined(list(parts)) for parts in params]
-    outs = torch.ops.te_fast.inference(inputs[0], inputs[1:], wholes, scales, text)
+    if '"parts": [' in text:  # a stack of experts is not copied at each call
+        given = [part for parts in params for part in parts]
+    else:
+        given = [joined(list(parts)) for parts in params]
+    outs = torch.ops.te_fast.inference(inputs[0], inputs[1:], given, scales, text)
     outs = [out.view(*leading, out.shape[-1]) for out in outs]
     return outs[0] if len(outs) == 1 else tuple(outs)
 

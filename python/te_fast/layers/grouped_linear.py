@@ -15,7 +15,6 @@ from te_fast.errors import (
     DeviceError,
     DtypeError,
     ShapeError,
-    UnsupportedError,
 )
 from te_fast.graphs.form import forward_traced
 from te_fast.graphs.refusal import refusal
@@ -495,7 +494,10 @@ class GroupedLinear(PartedLayer):
             return torch.tensor(m_splits, dtype=torch.int64, device=inp.device)
         self._check_kind(m_splits, inp)
         if m_splits.is_cpu:
-            fits = (m_splits.min() >= 0) & (m_splits.sum() == inp.shape[:-1].numel())
+            rows: Any = 1
+            for size in inp.shape[:-1]:  # numel() would bind an export to the number
+                rows = rows * size
+            fits = (m_splits.min() >= 0) & (m_splits.sum() == rows)
             # Without the layer's name: layers of one kind share a graph.
             message = "GroupedLinear: m_splits must not be negative, and must add up to the rows of the input"
             torch._assert_async(fits, message)
@@ -703,7 +705,7 @@ class GroupedLinear(PartedLayer):
                 f"{self.name}: experts that run one by one, as on this GPU, cannot be traced; call the layer outside "
                 "of torch.compile, by torch.compiler.disable"
             )
-            raise UnsupportedError(message)
+            raise refusal(message)
         device = getattr(self, self.weight_names[0]).device
         check_input(self, inp, "in_features", self.in_features, device)
         self.set_activation_dtype(inp)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from te_fast.errors import StateError
 from te_fast.runtime import delayed, native, rows, scale_tape
+from te_fast.runtime.second_order import differentiable_once
 
 if TYPE_CHECKING:
     from te_fast.layers.program import ProgramLayer
@@ -43,7 +43,7 @@ class _Recomputed(torch.autograd.Function):
         return (y, *others) if others else y
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once(lambda ctx: ctx.layer.name)
     def backward(ctx: Any, dy: torch.Tensor, *others: torch.Tensor) -> tuple[Any, ...]:
         layer, (x,) = ctx.layer, ctx.saved_tensors
         for name, parameter, version in zip(ctx.names, ctx.parameters, ctx.versions, strict=True):

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from te_fast.graphs.traced import Traced
 from te_fast.parallel import in_graphs
 from te_fast.parallel.segment import Run, Segment
 from te_fast.runtime import native, rows
 from te_fast.runtime.parts import joined
+from te_fast.runtime.second_order import differentiable_once
 
 if TYPE_CHECKING:
     from te_fast.layers.program import ProgramLayer
@@ -271,7 +271,7 @@ class _Function(torch.autograd.Function):
         return outputs if len(outputs) > 1 else outputs[0]
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once(lambda ctx: ctx.call._layer.name)
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         return (None, *ctx.call.backward(ctx.saved_tensors, grads, ctx.head_count))
 

@@ -7,17 +7,10 @@ from typing import Any
 
 import torch
 from torch import distributed
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from te_fast.errors import (
-    ArgumentError,
-    DtypeError,
-    RanksError,
-    ShapeError,
-    StateError,
-    UnsupportedError,
-)
+from te_fast.errors import ArgumentError, DtypeError, RanksError, ShapeError, StateError
+from te_fast.runtime.second_order import differentiable_once
 
 
 class _Losses(torch.autograd.Function):
@@ -45,13 +38,8 @@ class _Losses(torch.autograd.Function):
         return losses
 
     @staticmethod
+    @differentiable_once("parallel_cross_entropy")
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        if torch.is_grad_enabled():
-            message = (
-                "parallel_cross_entropy: its gradient cannot be differentiated again; call backward without "
-                "create_graph=True, or take torch.nn.functional.cross_entropy"
-            )
-            raise UnsupportedError(message)
         (share,) = ctx.saved_tensors
         factor = grad.masked_fill(ctx.is_ignored, 0.0)[:, None]
         result = torch.empty_like(share, dtype=ctx.dtype)
@@ -99,7 +87,7 @@ class _RowLosses(torch.autograd.Function):
         return losses - uniform * total if smoothing else losses
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once("parallel_cross_entropy")
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         if ctx.is_overwritten:
             message = (

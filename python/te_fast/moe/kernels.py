@@ -6,6 +6,7 @@ same calls are operators of ``torch.library``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,11 +37,19 @@ def _ends_of(row_id_map: torch.Tensor) -> torch.Tensor | None:
     return kept[0] if kept is not None and kept[1] == row_id_map._version else None
 
 
-def _moved_gradients(name: str, ctx: Any, dout: Any, dprobs: Any) -> Any:
+def _name_of_permute(ctx: Any) -> str:
+    """Return the public function that made a node."""
+    if ctx.saved_tensors[1] is not None:  # pad_offsets
+        return "moe_permute_and_pad_with_probs"
+    return "moe_permute_with_probs" if ctx.like[-1] else "moe_permute"
+
+
+def _moved_gradients(name: str | Callable[[Any], str], ctx: Any, dout: Any, dprobs: Any) -> Any:
     """Return the gradient's rows for a backward that moves rows; zeros if only the probabilities have a gradient."""
-    refuse_second_order(name)
+    if _is_grad_enabled():
+        refuse_second_order(name if isinstance(name, str) else name(ctx))
     if dout is None and dprobs is not None:
-        rows, cols, dtype, device = ctx.like
+        rows, cols, dtype, device, _ = ctx.like
         return torch.zeros((rows, cols), dtype=dtype, device=device)
     return dout
 
@@ -64,13 +73,13 @@ class _Permute(torch.autograd.Function):
         ctx.save_for_backward(row_id_map, pad_offsets)
         ctx.tokens = inp.size(0)
         ctx.top_k = routing_map.size(1) if index else 0
-        ctx.like = (rows, inp.size(1), inp.dtype, inp.device)
+        ctx.like = (rows, inp.size(1), inp.dtype, inp.device, probs is not None)
         ctx.set_materialize_grads(False)
         return out, permuted_probs, row_id_map, pad_offsets, padded
 
     @staticmethod
     def backward(ctx: Any, dout: Any, dprobs: Any, *_: Any) -> Any:
-        dout = quantized.plain(_moved_gradients("moe_permute", ctx, dout, dprobs))
+        dout = quantized.plain(_moved_gradients(_name_of_permute, ctx, dout, dprobs))
         if dout is None:
             return None, None, None, None, None, None
         row_id_map, pad_offsets = ctx.saved_tensors
@@ -94,7 +103,7 @@ class _Apply(torch.autograd.Function):
         rows: int,
     ) -> Any:
         ctx.save_for_backward(row_id_map, pad_offsets)
-        ctx.like = (rows, inp.size(1), inp.dtype, inp.device)
+        ctx.like = (rows, inp.size(1), inp.dtype, inp.device, probs is not None)
         ctx.tokens = inp.size(0)
         ctx.top_k = 0
         ctx.set_materialize_grads(False)
@@ -153,7 +162,7 @@ class _Move(torch.autograd.Function):
         ctx.splits = splits.copy() if listed else None
         ctx.mode = mode
         ctx.align = align
-        ctx.like = (rows, inp.size(1), inp.dtype, inp.device)
+        ctx.like = (rows, inp.size(1), inp.dtype, inp.device, probs is not None)
         ctx.rows = inp.size(0)
         ctx.set_materialize_grads(False)
         return _moved(inp, probs, splits, index, mode, align, rows)

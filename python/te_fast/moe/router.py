@@ -17,6 +17,7 @@ from te_fast.errors import ArgumentError, DeviceError, DtypeError, ShapeError
 from te_fast.moe import balancing
 from te_fast.moe import choice as kernels
 from te_fast.runtime.arguments import check_numbers, check_positive_sizes, check_sizes
+from te_fast.runtime.second_order import differentiable_once
 
 _SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -105,7 +106,7 @@ class _SqrtSoftplus(torch.autograd.Function):
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once("router")
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         x, y = ctx.saved_tensors
         return grad * torch.sigmoid(x) / (2 * y + _EPS)
@@ -539,5 +540,7 @@ def fused_moe_aux_loss(
     if isinstance(total, torch.Tensor):
         loss = loss * (factor / total.float().square()).reshape(())
     else:
-        loss = loss * (factor / float(total) ** 2)
+        loss = loss * (
+            factor / torch.sym_float(total) ** 2
+        )  # float() would bind an export to the number
     return loss.to(probs.dtype)

@@ -7,13 +7,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from te_fast.errors import ShapeError, StateError
 from te_fast.ops.op import OperationContext
 from te_fast.runtime import native, rows
 from te_fast.runtime.delayed import update_scales
 from te_fast.runtime.rows import Tensors
+from te_fast.runtime.second_order import differentiable_once
 
 if TYPE_CHECKING:
     from te_fast.ops.fuser import OperationFuser
@@ -123,7 +123,7 @@ class _Function(torch.autograd.Function):
         return outputs if len(outputs) > 1 else outputs[0]
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once(lambda ctx: ctx.call.fuser._name)
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         return ctx.call.backward(ctx.saved_tensors, grads)
 

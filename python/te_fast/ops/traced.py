@@ -173,6 +173,12 @@ def _run_in_python(
     given = {} if kwargs is None else kwargs[index]
     tensors_of_op = [x, *_parameters(plan, index)]
     wanted = torch.is_grad_enabled() and any([tensor.requires_grad for tensor in tensors_of_op])
+    if wanted and is_exporting():
+        message = (
+            f"op {plan.labels[index]}: torch.export keeps no backward of an operation in Python; export under "
+            "torch.no_grad(), or train by torch.compile"
+        )
+        raise refusal(message)
     beside = plan.beside[index]
     y: torch.Tensor
     if not wanted:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from te_fast.errors import ArgumentError, DtypeError, ShapeError
+from te_fast.runtime.second_order import differentiable_once
 
 
 def _range(tensor: torch.Tensor) -> tuple[int, int]:
@@ -103,7 +103,7 @@ class _CopyGradient(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once("dgrad_out or grad_input, memory of the caller's")
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         return ctx.buffer.copy_(grad.view_as(ctx.buffer)).view_as(grad), None
 

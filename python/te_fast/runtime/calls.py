@@ -8,7 +8,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -21,6 +20,7 @@ from te_fast.runtime import (
     rows,
     scale_tape,
 )
+from te_fast.runtime.second_order import differentiable_once, name_of_program
 
 
 def _layer_call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -112,7 +112,7 @@ class ProgramBackward(_ProgramFunction._backward_cls):  # type: ignore[name-defi
 _ProgramFunction._backward_cls = ProgramBackward
 
 
-@once_differentiable
+@differentiable_once(lambda ctx: name_of_program(ctx.te_saved))
 def program_backward_once(ctx: Any, *grads: torch.Tensor) -> Any:
     """Backward under ``create_graph=True``: differentiating again raises."""
     return native.program_backward(ctx, *grads)
@@ -135,7 +135,7 @@ class CutBackward(_CutFunction._backward_cls):  # type: ignore[name-defined, mis
 _CutFunction._backward_cls = CutBackward
 
 
-@once_differentiable
+@differentiable_once(lambda ctx: name_of_program(ctx.te_saved))
 def cut_backward_once(ctx: Any, grad: torch.Tensor) -> Any:
     """Backward under ``create_graph=True``: differentiating again raises."""
     return native.cut_backward(ctx, grad)

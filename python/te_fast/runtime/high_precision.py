@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from te_fast.runtime import native
 from te_fast.runtime.main_grad import after_main_grad, main_grad_of
+from te_fast.runtime.second_order import differentiable_once
 
 
 class _Linear(torch.autograd.Function):
@@ -29,7 +30,7 @@ class _Linear(torch.autograd.Function):
         return functional.linear(x, weight.to(x.dtype), bias)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once(lambda ctx: ctx.handle.name)
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         handle: native.WeightHandle = ctx.handle

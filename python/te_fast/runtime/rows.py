@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from te_fast.runtime import native
+from te_fast.runtime.second_order import differentiable_once, name_of_program
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -119,7 +119,7 @@ class _OnNothing(torch.autograd.Function):
         return outputs[0] if len(outputs) == 1 else outputs
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once(lambda ctx: name_of_program(ctx.call.program))
     def backward(ctx: Any, *_: torch.Tensor) -> Any:
         inputs = len(ctx.call.inputs)
         needed = ctx.needs_input_grad[3:]
