@@ -104,6 +104,16 @@ def test_gelu_and_its_derivative(dtype):
     close(out, at.grad, dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gelu_of_a_sum(dtype):
+    a, b, out = random(16, 32, dtype=dtype), random(4, 32, dtype=dtype), random(4, 16, dtype=dtype)
+    sums = expected(a, b, "TN") + out.double()
+    got, _, before, _ = general_gemm(a, b, gelu=True, accumulate=True, out=out)
+    assert got is out
+    close(before, sums, dtype)
+    close(got, torch.nn.functional.gelu(before.double(), approximate="tanh"), dtype)
+
+
 def current(dtype=E4M3, **options):
     return te.Float8CurrentScalingQuantizer(dtype, device="cpu", **options)
 
@@ -266,6 +276,13 @@ def test_errors():
         general_gemm(a, b, quantization_params=te.IdentityQuantizer())
     with pytest.raises(QuantizedTensorError, match="columnwise"):
         general_gemm(current(columnwise=False)(torch.ones(32, 16)), b, layout="NN")
+    rows, weights = blocks(1)(torch.ones(128, 128)), blocks(2)(torch.ones(128, 128))
+    for one, other in ((weights, rows), (rows, weights)):
+        with pytest.raises(RuntimeError, match="use_split_accumulator must be True"):
+            tex.generic_gemm(
+                *(one, True, other, False, None, None, te.DType.kFloat32, None, te.DType.kBFloat16),
+                *(False, None, False, None, 0, False, False),
+            )
     with pytest.raises(RuntimeError, match="its quantizer"):
         general_gemm(a, b, out=current()(torch.ones(4, 16)))
 

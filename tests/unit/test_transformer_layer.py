@@ -246,6 +246,16 @@ def test_hidden_dropout():
     assert relative(dropped[:, 0].mean(0) - x[0], layer.eval()(x)[0] - x[0]) < 0.6
 
 
+def test_a_drop_path_of_one_drops_every_sample():
+    layer = make(drop_path_rate=1.0)
+    x = torch.randn(5, 2, 32).requires_grad_()
+    y = layer(x)
+    assert torch.equal(y, x)
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.ones_like(x))
+    assert all(not p.grad.any() for p in layer.parameters())
+
+
 def test_drop_path_drops_samples():
     layer = make(drop_path_rate=0.5, attn_input_format="bshd")
     x = torch.randn(64, 2, HIDDEN)
@@ -536,7 +546,6 @@ def test_capped_scores(kind):
         ({"hidden_dropout": 2.0}, ArgumentError),
         ({"hidden_dropout": "a"}, DtypeError),
         ({"drop_path_rate": 2.0}, ArgumentError),
-        ({"drop_path_rate": 1.0}, ArgumentError),
         ({"drop_path_rate": -1.0}, ArgumentError),
         ({"layer_number": "a"}, DtypeError),
     ],

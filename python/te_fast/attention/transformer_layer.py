@@ -21,7 +21,7 @@ from te_fast.attention.simple import (
     simple_call,
 )
 from te_fast.attention.tail import Tail
-from te_fast.errors import ArgumentError, DtypeError, ShapeError
+from te_fast.errors import DtypeError, ShapeError
 from te_fast.layers.layernorm_mlp import LayerNormMLP
 from te_fast.layers.linear import Linear
 from te_fast.layers.norm import LayerNorm, RMSNorm
@@ -47,7 +47,7 @@ class DropPath(torch.nn.Module):
     Parameters
     ----------
     drop_prob : float, default = 0.0
-        Probability of a drop; the other samples are divided by one minus this probability.
+        Probability of a drop, from 0 to 1; the other samples are divided by one minus this probability.
     """
 
     def __init__(self, drop_prob: float = 0.0) -> None:
@@ -59,6 +59,8 @@ class DropPath(torch.nn.Module):
         if self.drop_prob == 0.0 or not self.training:
             return hidden_state
         kept = 1.0 - self.drop_prob
+        if kept == 0.0:  # a quotient by zero would be NaN
+            return hidden_state.masked_fill(hidden_state.new_ones((), dtype=torch.bool), 0.0)
         shape = (hidden_state.shape[0],) + (1,) * (hidden_state.dim() - 1)
         draws = torch.rand(shape, dtype=hidden_state.dtype, device=hidden_state.device)
         return hidden_state.div(kept) * (draws + kept).floor()
@@ -674,10 +676,7 @@ def _check_arguments(layer: str, given: dict[str, Any]) -> None:
     """Raise for arguments that are unknown, or contradict each other."""
     check_mask(layer, given["self_attn_mask_type"], given["window_size"])
     check_mask(layer, given["enc_dec_attn_mask_type"], given["enc_dec_window_size"])
-    rate = given["drop_path_rate"]
-    if checked_probability(layer, "drop_path_rate", rate) == 1.0:
-        message = f"{layer}: drop_path_rate must be below 1, since 1 drops every sample, got {rate}"
-        raise ArgumentError(message)
+    checked_probability(layer, "drop_path_rate", given["drop_path_rate"])
     if given["layer_type"] not in ("encoder", "decoder"):
         message = f"{layer}: layer_type must be 'encoder' or 'decoder', got {given['layer_type']!r}"
         raise ShapeError(message)

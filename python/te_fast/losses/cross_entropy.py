@@ -226,7 +226,8 @@ def parallel_cross_entropy(
         warnings.warn(message, FutureWarning, stacklevel=2)
         inp = _input
     _check(inp, target, label_smoothing)
-    rows, columns = inp.reshape(-1, inp.shape[-1]), target.reshape(-1).long()
+    columns = target.reshape(-1).long()
+    rows = inp.reshape(columns.shape[0], inp.shape[-1])
     overwrites = overwrite_input and not torch.compiler.is_compiling()
     if overwrite_input and not inp.is_contiguous():
         message = (

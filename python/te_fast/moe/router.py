@@ -540,7 +540,6 @@ def fused_moe_aux_loss(
     if isinstance(total, torch.Tensor):
         loss = loss * (factor / total.float().square()).reshape(())
     else:
-        loss = loss * (
-            factor / torch.sym_float(total) ** 2
-        )  # float() would bind an export to the number
+        wide: Any = torch.sym_float(total)  # float() would bind an export to the number
+        loss = loss * (factor / wide**2)
     return loss.to(probs.dtype)

@@ -74,6 +74,11 @@ def operand_of(tensor: Any, name: str, *, k_outermost: bool) -> Operand:
     return Operand(arguments, tensor.shape, outer, k, -1, rows.dtype, rows.device)
 
 
+def has_block_scales(tensor: Any) -> bool:
+    """Whether a tensor is in FP8 with a scale per block."""
+    return has_native_value(tensor) and tensor._value.block > 0
+
+
 def _quantized_operand(tensor: Any, name: str, *, k_outermost: bool) -> Operand:
     value = tensor._value
     shape = (
@@ -195,9 +200,9 @@ def generic_gemm(
     workspace, workspace_size
         Not used: te_fast has workspaces of its own.
     accumulate : bool
-        Add to `D`.
+        Add the product to `D`, and apply GELU to the sum.
     use_split_accumulator : bool
-        FP8: the slower accumulation, which keeps more bits.
+        FP8: the slower accumulation, which keeps more bits. Block scales need it.
     comm_overlap, comm_type, extra_output, bulk_overlap
         Not supported.
     alpha, beta : float
@@ -243,8 +248,13 @@ def generic_gemm(
     shape = torch.Size((*((x.outer,) if transB else x.shape[:-1]), w.outer))
     dtype = _result_dtype(output_dtype, D, w, shape, quantizer)
     given = None if bias is None or grad else _checked_bias(bias, w.outer)
-    # Blocks of scales are summed up in FP32 between the tensor cores' products.
-    is_fast = not use_split_accumulator and x.block <= 0 and w.block <= 0 and x.block + w.block > -2
+    if not use_split_accumulator and max(x.block, w.block) > 0:
+        message = (
+            f"{_OP}: use_split_accumulator must be True for block scales, whose sums are added in FP32 between the "
+            "tensor cores' products"
+        )
+        raise ExtensionError(message)
+    is_fast = not use_split_accumulator and x.block + w.block > -2
     scales = float(alpha), _beta(beta, accumulate=accumulate)
     product = _Product(x, w, given, *scales, is_fast)
     out, pre_gelu = _computed(product, options, D, shape, dtype, bias_type)
@@ -274,8 +284,8 @@ def _beta(beta: float | None, *, accumulate: bool) -> float:
 def _check_options(
     options: _Options, D: Any, bias: Any, *, is_transposed: bool, is_plain: bool
 ) -> None:
-    if options.accumulate and (options.gelu or options.quantizer is not None or D is None):
-        message = f"{_OP}: accumulate=True needs a plain D, no quantizer and gelu=False"
+    if options.accumulate and (options.quantizer is not None or D is None):
+        message = f"{_OP}: accumulate=True needs a plain D and no quantizer"
         raise ExtensionError(message)
     if options.quantizer is None and isinstance(D, QuantizedTensorStorage):
         message = f"{_OP}: D is quantised; give its quantizer, too"
@@ -339,7 +349,7 @@ def _computed(
         result = torch.empty(shape, dtype=wide, device=product.x.device)
         product.write(result)
         return _named(finished(result, quantizer, D), D, dtype), None
-    result, pre_gelu = _gelu(product, options, shape, dtype)
+    result, pre_gelu = _gelu(product, options, D, shape, dtype)
     if options.grad or pre_gelu is None:
         pre_gelu = None
     elif product.x.block >= 0:
@@ -374,9 +384,13 @@ def _named(made: Any, given: Any, dtype: torch.dtype) -> Any:
 
 
 def _gelu(
-    product: _Product, options: _Options, shape: torch.Size, dtype: torch.dtype
+    product: _Product, options: _Options, D: Any, shape: torch.Size, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    before = torch.empty(math.prod(shape[:-1]), shape[-1], dtype=dtype, device=product.x.device)
+    rows = math.prod(shape[:-1]), shape[-1]
+    if options.accumulate:
+        before = D.detach().reshape(rows).clone(memory_format=torch.contiguous_format)
+    else:
+        before = torch.empty(rows, dtype=dtype, device=product.x.device)
     product.write(before)
     out = activation_outputs(before, _GELU, gradient=options.grad)
     if options.gelu_in is not None and options.grad:

@@ -10,7 +10,7 @@ import torch
 from te_fast.errors import ArgumentError, QuantizedTensorError, ShapeError, UnsupportedError
 from te_fast.tensor.hybrid_tensor import HybridQuantizedTensorStorage
 from te_fast.tensor.quantizer import Float8QuantizerBase
-from te_fast.tex.gemm import generic_gemm
+from te_fast.tex.gemm import generic_gemm, has_block_scales
 
 _LAYOUTS = ("TN", "NN", "NT")
 
@@ -117,10 +117,12 @@ def general_gemm(
             "quantizer of te_fast.pytorch, or none"
         )
         raise UnsupportedError(message)
+    a = _of_layout("general_gemm", A, is_rowwise=transa)
+    b = _of_layout("general_gemm", B, is_rowwise=not transb)
     result = generic_gemm(
-        _of_layout("general_gemm", A, is_rowwise=transa),
+        a,
         transa,
-        _of_layout("general_gemm", B, is_rowwise=not transb),
+        b,
         transb,
         out,
         quantization_params,
@@ -133,7 +135,8 @@ def general_gemm(
         None,
         0,
         accumulate,
-        use_split_accumulator,
+        # As in Transformer Engine: block scales have no other.
+        use_split_accumulator or has_block_scales(a) or has_block_scales(b),
         ub,
         ub_type,
         extra_output,

@@ -92,7 +92,7 @@ pub(crate) fn router_forward<'py>(
     choice: Choice<'_>,
     indices: Option<&Bound<'py, PyAny>>,
     wanted: (bool, bool, bool),
-    balance: Option<(Bound<'py, PyAny>, Bound<'py, PyAny>)>,
+    balance: Option<&Bound<'py, PyAny>>,
 ) -> PyResult<[Option<Bound<'py, PyAny>>; 4]> {
     let py = logits.py();
     let state = state(py)?;
@@ -123,6 +123,7 @@ pub(crate) fn router_forward<'py>(
             other => return Err(Error::dtype(OP, "topk_indices", "integers of 16, 32 or 64 bits", other)).python(),
         };
     }
+    let balance = balance.map(PyAnyMethods::extract).transpose()?;
     let balance = balance.as_ref().map(|balance| Balance::new(state, balance)).transpose()?;
     let balance = balance.as_ref().map(|balance| balance.pointers(&call, experts)).transpose()?;
     let plan = RouterPlan::new(spec).python()?;
