@@ -454,6 +454,8 @@ def test_host_tensor_to_a_cuda_layer_is_an_error():
     layer.bias = torch.nn.Parameter(layer.bias.detach().cpu())
     with (
         te.autocast(recipe=DelayedScaling()),
-        pytest.raises(RuntimeError, match="a parameter must be on cuda:0"),
+        pytest.raises(
+            RuntimeError, match="parameter bias is on cpu, and parameter weight on cuda:0"
+        ),
     ):
         layer(x.detach())

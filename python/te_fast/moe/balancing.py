@@ -74,9 +74,7 @@ def check_request(
     mode = arguments[2]
     message = None
     if any([value is None for value in arguments]):
-        message = (
-            "qb_histogram, qb_bin_bounds and qb_histogram_mode go together; give all three or none"
-        )
+        message = "qb_histogram, qb_bin_bounds and qb_histogram_mode must be provided together; give all three or none"
     elif score_function != "sigmoid":
         message = f"quantile balancing takes score_function='sigmoid', got {score_function!r}"
     elif expert_bias is None:
