@@ -44,6 +44,9 @@ def check_positive_sizes(layer: str, **sizes: Any) -> None:
             raise ShapeError(message)
 
 
+_TEXTS = (str, bytes)
+
+
 def check_numbers(owner: str, **numbers: Any) -> None:
     """Raise unless arguments are numbers; tensors of one number are.
 
@@ -54,7 +57,8 @@ def check_numbers(owner: str, **numbers: Any) -> None:
     """
     for name, number in numbers.items():
         try:
-            is_number = not isinstance(number, str | bytes) and float(number) is not None
+            # Dynamo of torch 2.8 knows no unions of types.
+            is_number = type(number) not in _TEXTS and float(number) is not None
         except (TypeError, ValueError, RuntimeError):
             is_number = False
         if not is_number:
