@@ -434,3 +434,21 @@ def test_a_quantised_weight_of_a_linear_layer_outside_of_fp8_adds_to_main_grad(l
     torch.testing.assert_close(y, x @ weight.T)
     torch.testing.assert_close(x.grad, grad @ weight)
     torch.testing.assert_close(layer.weight.main_grad, 1 + grad.T @ x.detach())
+
+
+@pytest.mark.parametrize("before", ["none", "current"])
+def test_an_earlier_call_does_not_choose_the_path_of_other_recipes(before):
+    torch.manual_seed(0)
+    chain = te.ops.Sequential(te.ops.GroupedLinear(3, 32, 48, device="cpu", dtype=torch.float32))
+    x, counts = torch.randn(48, 32), torch.tensor([16, 0, 32])
+    fresh = copy.deepcopy(chain)
+    with torch.no_grad(), in_fp8(None) if before == "current" else nullcontext():
+        chain(x, counts)
+    results = []
+    for one in (fresh, chain):
+        with in_fp8("dequantized"):
+            results.append(one(x, counts))
+            results[-1].square().sum().backward()
+    assert torch.equal(*results)
+    for one, other in zip(fresh.parameters(), chain.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)

@@ -164,7 +164,7 @@ class OperationFuser:
 
     def _plan(self, recipe: Recipe | None, types: Types = None) -> Plan:
         """Return how the group runs under a recipe; registered fusions may depend on its type."""
-        key: tuple[Any, ...] = (types, self._modes)
+        key: tuple[Any, ...] = (types, self._modes, self._has_apart(recipe))
         is_custom = _is_custom()
         if is_custom:
             key += (type(recipe), getattr(recipe, "backward_override", None))
@@ -175,6 +175,10 @@ class OperationFuser:
             self._direct(plan.single or plan.steps)
         return plan
 
+    def _has_apart(self, recipe: Recipe | None) -> bool:
+        """Tell whether a recipe makes experts of the group run one by one."""
+        return bool(self._counted) and getattr(recipe, "backward_override", None) == "dequantized"
+
     def _plan_for(
         self,
         x: torch.Tensor,
@@ -184,7 +188,8 @@ class OperationFuser:
     ) -> Plan:
         """Return how the group runs on these inputs."""
         dtypes = [p.dtype for owner in self._parameters for p in owner.values() if p is not None]
-        key = (autocast, x.dtype, *[extra.dtype for extra in extra_inputs], *dtypes)
+        apart = self._has_apart(recipe)
+        key = (apart, autocast, x.dtype, *[extra.dtype for extra in extra_inputs], *dtypes)
         plan = self._chosen.get(key)
         if plan is None or plan.is_custom:
             types: Types = ()
