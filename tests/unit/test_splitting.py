@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import te_fast.pytorch as te
+from graphs import needs_compile
 from te_fast.errors import ArgumentError, ShapeError
 from te_fast.pytorch.utils import SplitAlongDim, combine_tensors, split_tensor_along_dim
 
@@ -189,6 +190,7 @@ def test_fp8_gradients_are_joined_as_bytes():
     assert torch.equal(made, torch.cat([parts[0].dequantize(), other.dequantize()], 1))
 
 
+@needs_compile
 def test_a_compiled_split():
     def f(x):
         first, second = SplitAlongDim.apply(x, 1, [2, 4])

@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional
 
 import te_fast.pytorch as te
+from graphs import needs_compile
 from recipes import RECIPES
 from te_fast.pytorch import ops
 
@@ -281,6 +282,7 @@ def test_padding_and_back(name, as_tensor):
 
 
 @pytest.mark.parametrize("operation", ["LayerNorm", "GELU", "chain"])
+@needs_compile
 def test_compiled_operations(operation, name):
     make, reference = OPERATIONS[operation]
     torch._dynamo.reset()
@@ -288,6 +290,7 @@ def test_compiled_operations(operation, name):
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
+@needs_compile
 def test_a_linear_layer_outside_of_fp8(name, is_compiled):
     torch._dynamo.reset()
     layer = te.Linear(WIDTH, 32, bias=False, device="cpu")
@@ -299,6 +302,7 @@ def test_a_linear_layer_outside_of_fp8(name, is_compiled):
 
 @pytest.mark.parametrize("recipe", ["current", "block"])
 @pytest.mark.parametrize("kind", [te.Linear, te.LayerNormLinear, te.LayerNormMLP])
+@needs_compile
 def test_compiled_layers_in_fp8(kind, recipe, name):
     """As on a plain tensor of the values, outside of graphs."""
     torch._dynamo.reset()
