@@ -75,9 +75,9 @@ def peer() -> Peer | None:
     """Return Transformer Engine where it is installed; te_fast under its name (te_fast_alias) does not count."""
     if importlib.util.find_spec("transformer_engine") is None:
         return None
-    pytorch = importlib.import_module("transformer_engine.pytorch")
-    if pytorch.Linear.__module__.startswith("te_fast"):
+    if getattr(importlib.import_module("transformer_engine"), "__te_fast__", False):
         return None
+    pytorch = importlib.import_module("transformer_engine.pytorch")
     return Peer(pytorch, importlib.import_module("transformer_engine.common.recipe"))
 
 

@@ -24,6 +24,16 @@ assert "te_fast" not in sys.modules and "transformer_engine" not in sys.modules
 """)
 
 
+def test_benches_do_not_take_the_alias_for_transformer_engine(fresh):
+    pytest.importorskip("rich")
+    fresh(f"""{START}
+te_fast_alias.install()
+sys.path.insert(0, {str(ROOT / "benches")!r})
+import _harness
+assert _harness.peer() is None
+""")
+
+
 def test_consumers_get_the_very_objects(fresh):
     fresh(f"""{START}
 te_fast_alias.install()

@@ -119,7 +119,7 @@ class OperationFuser:
         #: The same by the types that a trace knows.
         self._traced_plans: dict[str, Plan] = {}
         #: Operations whose row counts are extra inputs from the caller, and the indices of these.
-        self._counted = [
+        self._counted: list[tuple[int, Any]] = [
             (place, self._basic_ops[index])
             for place, (index, number) in enumerate(self._routing.inputs)
             if number == 0 and self._basic_ops[index]._counts_rows
@@ -164,7 +164,7 @@ class OperationFuser:
 
     def _plan(self, recipe: Recipe | None, types: Types = None) -> Plan:
         """Return how the group runs under a recipe; registered fusions may depend on its type."""
-        key: tuple[Any, ...] = (types, self._modes, self._has_apart(recipe))
+        key: tuple[Any, ...] = (types, self._modes, self._looped())
         is_custom = _is_custom()
         if is_custom:
             key += (type(recipe), getattr(recipe, "backward_override", None))
@@ -175,9 +175,9 @@ class OperationFuser:
             self._direct(plan.single or plan.steps)
         return plan
 
-    def _has_apart(self, recipe: Recipe | None) -> bool:
-        """Tell whether a recipe makes experts of the group run one by one."""
-        return bool(self._counted) and getattr(recipe, "backward_override", None) == "dequantized"
+    def _looped(self) -> tuple[bool, ...]:
+        """Tell of each operation of experts whether they run one by one: the region decides it, and tracers."""
+        return tuple([op._is_looped() for _, op in self._counted])
 
     def _plan_for(
         self,
@@ -188,8 +188,7 @@ class OperationFuser:
     ) -> Plan:
         """Return how the group runs on these inputs."""
         dtypes = [p.dtype for owner in self._parameters for p in owner.values() if p is not None]
-        apart = self._has_apart(recipe)
-        key = (apart, autocast, x.dtype, *[extra.dtype for extra in extra_inputs], *dtypes)
+        key = (self._looped(), autocast, x.dtype, *[extra.dtype for extra in extra_inputs], *dtypes)
         plan = self._chosen.get(key)
         if plan is None or plan.is_custom:
             types: Types = ()

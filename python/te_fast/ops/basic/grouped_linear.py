@@ -343,11 +343,12 @@ class GroupedLinear(ExtraTensorOperation, WeightedOperation):
 
     def _is_native(self, beside: Beside = ALONE) -> bool:
         """Tell whether a native program runs this: not with scaled biases, and not if experts run one by one."""
-        alone = self.scale_bias or self._is_looped(getattr(self, self._weight_names[0]))
+        alone = self.scale_bias or self._is_looped()
         return not alone and super()._is_native(beside)
 
-    def _is_looped(self, like: torch.Tensor) -> bool:
-        """Tell whether experts run one by one on values like these."""
+    def _is_looped(self, like: torch.Tensor | None = None) -> bool:
+        """Tell whether experts run one by one on values like these, or like the weights."""
+        like = getattr(self, self._weight_names[0]) if like is None else like
         return is_needed(like, self.in_features, self.out_features)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
