@@ -14,6 +14,13 @@ __device__ inline uint4 load_once(const uint4* address) {
     return value;
 }
 
+// ld.global.nc.f32 under a predicate: otherwise the register keeps its value.
+__device__ inline void load_where(bool wanted, float& value, const float* from) {
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0;\n@p ld.global.nc.f32 %0, [%1]; }"
+                 : "+f"(value)
+                 : "l"(from), "r"(static_cast<int>(wanted)));
+}
+
 // ld.global.v4.u32: data whose sectors another load of the thread reads too; it finds them in the first-level cache.
 __device__ inline uint4 load(const uint4* address) {
     uint4 value;

@@ -114,17 +114,26 @@ __device__ void move_all(const GroupedParams& p, const Block<K>& block, Schedule
     }
 }
 
-// Two warpgroups: compute the sums of every place, and store them.
+// Two warpgroups: compute the sums of every place, and store them. The next place is known before the sums are stored,
+// so that its scales are there when its products are.
 template <typename K>
 __device__ void work_all(const GroupedParams& p, const Block<K>& block, Schedule<K::kByRows>& schedule) {
     Worker<K> worker{block};
+    ScalesOfB<K> b_scales;
     Place place;
     const uint32_t clusters = gridDim.x / block.cluster;
-    for (uint32_t tile = blockIdx.x / block.cluster; schedule.find(tile, place); tile += clusters) {
+    uint32_t tile = blockIdx.x / block.cluster;
+    bool is_there = schedule.find(tile, place);
+    if (is_there) b_scales.start(p, place, corner_of<K>(p, place, block));
+    while (is_there) {
         const Corner corner = corner_of<K>(p, place, block);
         TileSums<K> sums;
-        sum<K>(p, worker, place, corner, sums);
+        sum<K>(p, worker, b_scales, place, corner, sums);
+        Place next;
+        is_there = schedule.find(tile += clusters, next);
+        if (is_there) b_scales.start(p, next, corner_of<K>(p, next, block));
         store<K>(p, worker, sums, place, corner);
+        place = next;
     }
 }
 

@@ -15,10 +15,10 @@ namespace te_fast::gemm {
         grouped<Kind<Element::element, Element::element, Sums::kFast, by_rows, across_a, across_b, columns>>(p);       \
     }
 
-INSTANCE(grouped_rows_bf16, kBf16, true, false, false, kGroupedColumnsFast)
-INSTANCE(grouped_rows_f16, kF16, true, false, false, kGroupedColumnsFast)
-INSTANCE(grouped_rows_across_bf16, kBf16, true, false, true, kGroupedColumnsFast)
-INSTANCE(grouped_rows_across_f16, kF16, true, false, true, kGroupedColumnsFast)
+INSTANCE(grouped_rows_bf16, kBf16, true, false, false, kGroupedColumns)
+INSTANCE(grouped_rows_f16, kF16, true, false, false, kGroupedColumns)
+INSTANCE(grouped_rows_across_bf16, kBf16, true, false, true, kGroupedColumns)
+INSTANCE(grouped_rows_across_f16, kF16, true, false, true, kGroupedColumns)
 INSTANCE(grouped_wgrad_bf16, kBf16, false, true, true, kGroupedColumnsWgradFast)
 INSTANCE(grouped_wgrad_f16, kF16, false, true, true, kGroupedColumnsWgradFast)
 

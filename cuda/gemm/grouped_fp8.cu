@@ -16,12 +16,12 @@ namespace te_fast::gemm {
         grouped<Kind<Element::a, Element::kE4m3, Sums::sums, by_rows, false, false, columns>>(p);                      \
     }
 
-INSTANCE(grouped_rows_fast_e4m3, kE4m3, kFast, true, kGroupedColumnsFast)
-INSTANCE(grouped_rows_fast_e5m2, kE5m2, kFast, true, kGroupedColumnsFast)
-INSTANCE(grouped_rows_split_e4m3, kE4m3, kSplit, true, kGroupedColumnsSplit)
-INSTANCE(grouped_rows_split_e5m2, kE5m2, kSplit, true, kGroupedColumnsSplit)
-INSTANCE(grouped_rows_block_e4m3, kE4m3, kBlock, true, kGroupedColumnsSplit)
-INSTANCE(grouped_rows_block_e5m2, kE5m2, kBlock, true, kGroupedColumnsSplit)
+INSTANCE(grouped_rows_fast_e4m3, kE4m3, kFast, true, kGroupedColumns)
+INSTANCE(grouped_rows_fast_e5m2, kE5m2, kFast, true, kGroupedColumns)
+INSTANCE(grouped_rows_split_e4m3, kE4m3, kSplit, true, kGroupedColumns)
+INSTANCE(grouped_rows_split_e5m2, kE5m2, kSplit, true, kGroupedColumns)
+INSTANCE(grouped_rows_block_e4m3, kE4m3, kBlock, true, kGroupedColumns)
+INSTANCE(grouped_rows_block_e5m2, kE5m2, kBlock, true, kGroupedColumns)
 INSTANCE(grouped_wgrad_fast_e4m3, kE4m3, kFast, false, kGroupedColumnsWgradFast)
 INSTANCE(grouped_wgrad_fast_e5m2, kE5m2, kFast, false, kGroupedColumnsWgradFast)
 INSTANCE(grouped_wgrad_split_e4m3, kE4m3, kSplit, false, kGroupedColumnsWgrad)

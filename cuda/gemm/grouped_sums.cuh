@@ -19,21 +19,26 @@ struct Worker {
     uint32_t parity = 0;  // of the chunks
 
     __device__ void wait() const { ptx::wait(block.full(turn.stage), turn.parity); }
+    // The first of this thread's two rows of the tile; the second one is 8 rows on.
+    __device__ int first_row() const { return warpgroup * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4; }
     // `add` says whether the first product adds.
-    __device__ void multiply(TileSums<K>& sums, bool add) const;
+    template <int kColumns>
+    __device__ void multiply(float (&sums)[kColumns / 2], bool add, int first_column = 0) const;
 };
 
-// The products of one stage: 64 rows of A by all of B.
+// The products of one stage: 64 rows of A by all of B, or by some columns' rows of B.
 template <typename K>
-__device__ inline void Worker<K>::multiply(TileSums<K>& sums, bool add) const {
+template <int kColumns>
+__device__ inline void Worker<K>::multiply(float (&sums)[kColumns / 2], bool add, int first_column) const {
     constexpr uint32_t kNextAcross = 16 * kLine / 16;  // 16 lines on, in words of 16 bytes
     constexpr uint32_t kNextAlong = 32 / 16;           // 32 bytes on
-    const uint32_t a = a_tiles + turn.stage * (K::kABytes / 16), b = b_tiles + turn.stage * (K::kBBytes / 16);
+    const uint32_t a = a_tiles + turn.stage * (K::kABytes / 16);
+    const uint32_t b = b_tiles + turn.stage * (K::kBBytes / 16) + first_column * (kLine / 16);
 #pragma unroll
     for (int product = 0; product < K::kDepth / K::kDepthOfProduct; ++product) {
         const uint64_t a_tile = tile_descriptor(a + product * (K::kAcrossA ? kNextAcross : kNextAlong));
         const uint64_t b_tile = tile_descriptor(b + product * (K::kAcrossB ? kNextAcross : kNextAlong));
-        wgmma<K::kA, K::kB, K::kColumns, K::kAcrossA, K::kAcrossB>(sums, a_tile, b_tile, add || product > 0);
+        wgmma<K::kA, K::kB, kColumns, K::kAcrossA, K::kAcrossB>(sums, a_tile, b_tile, add || product > 0);
     }
     wgmma_commit();
 }
@@ -59,51 +64,39 @@ __device__ inline void release(const Block<K>& block, int stage) {
     if (lane < block.cluster) arrive_at(block.empty(stage), lane);
 }
 
-// 128 x 128 scales of B. A tile's columns have one or two of them at a time; a warp's lanes hold those of 32 steps.
+// 128 x 128 scales of B: one for each half of a tile's columns and each step. A warp's lanes hold those of 32 steps,
+// while those of the next 32 steps are read.
 template <typename K>
 struct ScalesOfB {
-    static constexpr bool kTwo = K::kColumns % 128 != 0;
-    const float* from;
-    uint32_t second_from;  // elements from the first one's; 0 where there is none
+    const float* from;     // of the first half
+    uint32_t second_from;  // elements from there to those of the second half; 0 where this half lies past the columns
     int steps;
-    int boundary;  // first column, divided by 8, of the second one
-    float held, held_second, scale, second;
+    float2 held, next;
 
-    __device__ void start(const GroupedParams& p, int group, int column) {
-        const int strips = static_cast<int>((p.n + 127) / 128), strip = min(column / 128, strips - 1);
-        from = p.b_scale_inv + (static_cast<uint64_t>(group) * strips + strip) * p.b_scale_pitch;
-        second_from = strip + 1 < strips ? p.b_scale_pitch : 0;
-        boundary = (128 - column % 128) / 8;
-        steps = static_cast<int>((p.k + 127) / 128);
-    }
-    __device__ void take(int step) {
-        const int lane = threadIdx.x % 32;
-        if (step % 32 == 0) {
-            const float* mine = from + min(step + lane, steps - 1);
-            held = __ldg(mine);
-            if constexpr (kTwo) held_second = __ldg(mine + second_from);
-        }
-        scale = __shfl_sync(~0u, held, step % 32);
-        if constexpr (kTwo) second = __shfl_sync(~0u, held_second, step % 32);
-    }
-    template <int kBoundary>
-    __device__ void add_from(float (&sums)[K::kColumns / 2], const float (&products)[K::kColumns / 2], float low,
-                             float high) const {
-        const float scales[2][2] = {{low * scale, high * scale}, {low * second, high * second}};
-#pragma unroll
-        for (int i = 0; i < K::kColumns / 2; ++i) {
-            sums[i] = fmaf(products[i], scales[i / 4 >= kBoundary][i % 4 / 2], sums[i]);
+    __device__ void start(const GroupedParams& p, const Place& place, const Corner& corner) {
+        if constexpr (K::kScaled && K::kByRows) {
+            const int strips = static_cast<int>((p.n + 127) / 128), strip = min(corner.column / 128, strips - 1);
+            from = p.b_scale_inv + (static_cast<uint64_t>(place.group) * strips + strip) * p.b_scale_pitch;
+            second_from = strip + 1 < strips ? p.b_scale_pitch : 0;
+            steps = steps_of<K>(p, place);
+            read(true, held, threadIdx.x % 32);
+            read(true, next, threadIdx.x % 32 + 32);
         }
     }
-    __device__ void add(float (&sums)[K::kColumns / 2], const float (&products)[K::kColumns / 2], float low,
-                        float high) const {
-        if constexpr (!kTwo) {
-            add_from<K::kColumns / 8>(sums, products, low, high);
-        } else if (boundary == 16) {
-            add_from<16>(sums, products, low, high);
-        } else {
-            add_from<8>(sums, products, low, high);
-        }
+    // The scales of a step, in ascending order. There is no branch: registers that a branch loads are copied at its
+    // end, which waits for the loads.
+    __device__ float2 take(int step) {
+        const bool is_first = step > 0 && step % 32 == 0;
+        if (is_first) held = next;
+        read(is_first, next, threadIdx.x % 32 + step + 32);
+        return make_float2(__shfl_sync(~0u, held.x, step % 32), __shfl_sync(~0u, held.y, step % 32));
+    }
+
+  private:
+    __device__ void read(bool wanted, float2& scales, int step) {
+        wanted = wanted && step < steps;
+        ptx::load_where(wanted, scales.x, from + step);
+        ptx::load_where(wanted, scales.y, from + second_from + step);
     }
 };
 
@@ -129,7 +122,7 @@ __device__ void sum_in_place(Worker<K>& worker, const Place& place, int steps, b
         if (!idle) {
             hold(sums);
             wgmma_fence();
-            worker.multiply(sums, step > 0);
+            worker.template multiply<K::kColumns>(sums, step > 0);
             hold(sums);
         }
         if (step > 0) {
@@ -143,28 +136,23 @@ __device__ void sum_in_place(Worker<K>& worker, const Place& place, int steps, b
     if (steps > 0) release(block, last_stage);
 }
 
-// Sums that are added outside of the tensor cores, step by step, under the step's scales.
+// Sums of a weight gradient that are added outside of the tensor cores, step by step, under the step's scales.
 template <typename K>
 struct Adder {
     Worker<K>& worker;
     TileSums<K>& sums;
     uint32_t scale_row;  // bytes to the scale of this thread's first row of A
-    ScalesOfB<K> b_scales;
 
     // The products of one step, which the tensor cores may still be making.
     struct Products {
         float values[K::kColumns / 2];
-        float low, high;                                                 // scales of the thread's two rows of A
-        float2 across[K::kScaled && !K::kByRows ? K::kColumns / 8 : 1];  // those of its columns (weight gradients)
+        float low, high;                                  // scales of the thread's two rows of A
+        float2 across[K::kScaled ? K::kColumns / 8 : 1];  // those of its columns
         int stage;
     };
 
-    __device__ Adder(const GroupedParams& p, Worker<K>& worker, const Place& place, const Corner& corner,
-                     TileSums<K>& sums)
-        : worker(worker), sums(sums) {
-        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-        scale_row = 4 * ((K::kByRows ? corner.row & 3 : 0) + worker.warpgroup * 64 + warp * 16 + lane / 4);
-        if constexpr (K::kScaled && K::kByRows) b_scales.start(p, place.group, corner.column);
+    __device__ Adder(Worker<K>& worker, TileSums<K>& sums)
+        : worker(worker), sums(sums), scale_row(4 * worker.first_row()) {
 #pragma unroll
         for (int i = 0; i < K::kColumns / 2; ++i) sums[i] = 0.0f;
     }
@@ -176,25 +164,20 @@ struct Adder {
             const uint32_t at = worker.block.a_scale(stage) + scale_row;
             products.low = load_shared_float(at);
             products.high = load_shared_float(at + 32);
-        }
-        if constexpr (K::kScaled && !K::kByRows) {
-            const uint32_t at = worker.block.b_scale(stage) + threadIdx.x % 4 * 8;
+            const uint32_t across = worker.block.b_scale(stage) + threadIdx.x % 4 * 8;
 #pragma unroll
-            for (int j = 0; j < K::kColumns / 8; ++j) products.across[j] = load_shared_float2(at + 32 * j);
+            for (int j = 0; j < K::kColumns / 8; ++j) products.across[j] = load_shared_float2(across + 32 * j);
         }
         hold(products.values);
         wgmma_fence();
-        worker.multiply(products.values, false);
+        worker.template multiply<K::kColumns>(products.values, false);
         worker.turn.next();
     }
 
-    __device__ void finish(Products& products, int step) {
+    __device__ void finish(Products& products) {
         hold(products.values);
         release(worker.block, products.stage);
-        if constexpr (K::kScaled && K::kByRows) {
-            b_scales.take(step);
-            b_scales.add(sums, products.values, products.low, products.high);
-        } else if constexpr (K::kScaled) {
+        if constexpr (K::kScaled) {
 #pragma unroll
             for (int i = 0; i < K::kColumns / 2; ++i) {
                 const float2 across = products.across[i / 4];
@@ -219,22 +202,68 @@ __device__ void sum_outside(Adder<K>& adder, int steps) {
             adder.begin(even);
             adder.begin(odd);
             wgmma_wait<1>();
-            adder.finish(even, step);
+            adder.finish(even);
             wgmma_wait<0>();
-            adder.finish(odd, step + 1);
+            adder.finish(odd);
         }
     }
     for (; step < steps; ++step) {
         adder.begin(even);
         wgmma_wait<0>();
-        adder.finish(even, step);
+        adder.finish(even);
+    }
+}
+
+// Sums of a product by rows that are added outside of the tensor cores, one half of the columns after the other: the
+// registers hold all sums, and the products of one half. While a warpgroup adds, the other one multiplies. `both` says
+// that the tile has columns in its second half.
+template <typename K>
+__device__ void sum_halves(Worker<K>& worker, ScalesOfB<K>& b_scales, const Corner& corner, int steps, bool both,
+                           TileSums<K>& sums) {
+    constexpr int kHalf = K::kColumns / 2;
+    const uint32_t scale_row = 4 * ((corner.row & 3) + worker.first_row());
+#pragma unroll
+    for (int i = 0; i < K::kColumns / 2; ++i) sums[i] = 0.0f;
+    float products[kHalf / 2];
+    const auto multiply = [&](int first_column) {
+        hold(products);
+        wgmma_fence();
+        worker.template multiply<kHalf>(products, false, first_column);
+        wgmma_wait<0>();
+        hold(products);
+    };
+    const auto add = [&]<int kFirst>(float low, float high) {
+#pragma unroll
+        for (int i = 0; i < kHalf / 2; ++i) {
+            float& sum = sums[kFirst + i];
+            sum = K::kScaled ? fmaf(products[i], i % 4 < 2 ? low : high, sum) : sum + products[i];
+        }
+    };
+    for (int step = 0; step < steps; ++step, worker.turn.next()) {
+        const int stage = worker.turn.stage;
+        worker.wait();
+        float low = 1.0f, high = 1.0f;
+        float2 scale = make_float2(1.0f, 1.0f);
+        if constexpr (K::kScaled) {
+            const uint32_t at = worker.block.a_scale(stage) + scale_row;
+            low = load_shared_float(at);
+            high = load_shared_float(at + 32);
+            scale = b_scales.take(step);
+        }
+        multiply(0);
+        if (!both) release(worker.block, stage);
+        add.template operator()<0>(low * scale.x, high * scale.x);
+        if (!both) continue;
+        multiply(kHalf);
+        release(worker.block, stage);
+        add.template operator()<kHalf / 2>(low * scale.y, high * scale.y);
     }
 }
 
 // The sums of a place. A warpgroup whose rows are all another group's gives the stages back as they are.
 template <typename K>
-__device__ inline void sum(const GroupedParams& p, Worker<K>& worker, const Place& place, const Corner& corner,
-                           TileSums<K>& sums) {
+__device__ inline void sum(const GroupedParams& p, Worker<K>& worker, ScalesOfB<K>& b_scales, const Place& place,
+                           const Corner& corner, TileSums<K>& sums) {
     const int steps = steps_of<K>(p, place);
     const bool idle = corner.rows_left <= 64 * worker.warpgroup;
     if constexpr (K::kSums == Sums::kFast) {
@@ -244,8 +273,11 @@ __device__ inline void sum(const GroupedParams& p, Worker<K>& worker, const Plac
             worker.wait();
             release(worker.block, worker.turn.stage);
         }
+    } else if constexpr (K::kByRows) {
+        const bool both = corner.column + K::kColumns / 2 < static_cast<int>(p.n);
+        sum_halves<K>(worker, b_scales, corner, steps, both, sums);
     } else {
-        Adder<K> adder(p, worker, place, corner, sums);
+        Adder<K> adder(worker, sums);
         sum_outside<K>(adder, steps);
     }
 }

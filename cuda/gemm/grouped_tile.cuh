@@ -54,8 +54,8 @@ struct Kind {
     static constexpr int kDepthOfProduct = 32 / bytes_of(kA);
     static constexpr bool kScaled = kSums == Sums::kBlock, kOneScale = is_fp8(kA) && !kScaled;
 
-    // Registers for two steps' products: not beside 192 columns, nor beside the scales of a weight gradient's columns.
-    static constexpr bool kAhead = kSums != Sums::kFast && kColumns <= 128 && (kByRows || !kScaled);
+    // Weight gradients have registers for two steps' products, but not beside the scales of the columns.
+    static constexpr bool kAhead = kSums == Sums::kSplit && !kByRows;
 
     static constexpr int kABytes = kRows * kLine;
     static constexpr int kBBytes = kColumns * kLine;

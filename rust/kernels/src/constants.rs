@@ -141,10 +141,8 @@ constants! {
         GROUPED_THREADS: u32 = 384;
         /// Dynamic shared memory of a block: all that there is.
         GROUPED_SHARED: u32 = 227 << 10;
-        /// Columns of a tile whose sums stay in the tensor cores.
-        GROUPED_COLUMNS_FAST: usize = 256;
-        /// The same where sums of every 128 are added in FP32.
-        GROUPED_COLUMNS_SPLIT: usize = 192;
+        /// Columns of a tile of products by rows.
+        GROUPED_COLUMNS: usize = 256;
         /// The same of weight gradients.
         GROUPED_COLUMNS_WGRAD: usize = 128;
         /// The same of weight gradients whose sums stay in the tensor cores.

@@ -5,8 +5,8 @@
 
 use te_fast_kernels::constants::common;
 use te_fast_kernels::constants::gemm::{
-    GROUPED_COLUMNS_FAST, GROUPED_COLUMNS_SPLIT, GROUPED_COLUMNS_WGRAD, GROUPED_COLUMNS_WGRAD_FAST,
-    GROUPED_PARAMS_BYTES, GROUPED_SHARED, GROUPED_THREADS,
+    GROUPED_COLUMNS, GROUPED_COLUMNS_WGRAD, GROUPED_COLUMNS_WGRAD_FAST, GROUPED_PARAMS_BYTES, GROUPED_SHARED,
+    GROUPED_THREADS,
 };
 use te_fast_kernels::{Fp8, Half, KernelId, image_bytes};
 
@@ -328,14 +328,12 @@ fn kernel_of(spec: &GroupedGemmSpec) -> Option<Kernel> {
     match (first, spec.scaling, spec.fast_accumulation) {
         (Ok(_), ..) if spec.b != DType::E4m3 => None,
         (Err(half), ..) if !rows => kernel(KernelId::GroupedWgrad(half), GROUPED_COLUMNS_WGRAD_FAST, false),
-        (Err(half), ..) if spec.b_k_outermost => kernel(KernelId::GroupedRowsAcross(half), GROUPED_COLUMNS_FAST, false),
-        (Err(half), ..) => kernel(KernelId::GroupedRows(half), GROUPED_COLUMNS_FAST, false),
-        (Ok(fp8), GroupedScaling::Block, _) if rows => {
-            kernel(KernelId::GroupedRowsBlock(fp8), GROUPED_COLUMNS_SPLIT, true)
-        }
+        (Err(half), ..) if spec.b_k_outermost => kernel(KernelId::GroupedRowsAcross(half), GROUPED_COLUMNS, false),
+        (Err(half), ..) => kernel(KernelId::GroupedRows(half), GROUPED_COLUMNS, false),
+        (Ok(fp8), GroupedScaling::Block, _) if rows => kernel(KernelId::GroupedRowsBlock(fp8), GROUPED_COLUMNS, true),
         (Ok(fp8), GroupedScaling::Block, _) => kernel(KernelId::GroupedWgradBlock(fp8), GROUPED_COLUMNS_WGRAD, true),
-        (Ok(fp8), _, true) if rows => kernel(KernelId::GroupedRowsFast(fp8), GROUPED_COLUMNS_FAST, true),
-        (Ok(fp8), _, false) if rows => kernel(KernelId::GroupedRowsSplit(fp8), GROUPED_COLUMNS_SPLIT, true),
+        (Ok(fp8), _, true) if rows => kernel(KernelId::GroupedRowsFast(fp8), GROUPED_COLUMNS, true),
+        (Ok(fp8), _, false) if rows => kernel(KernelId::GroupedRowsSplit(fp8), GROUPED_COLUMNS, true),
         (Ok(fp8), _, true) => kernel(KernelId::GroupedWgradFast(fp8), GROUPED_COLUMNS_WGRAD_FAST, false),
         (Ok(fp8), _, false) => kernel(KernelId::GroupedWgradSplit(fp8), GROUPED_COLUMNS_WGRAD, true),
     }
