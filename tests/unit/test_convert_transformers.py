@@ -11,6 +11,7 @@ import torch
 
 import te_fast
 import te_fast.pytorch as te
+from selection import sampled
 from te_fast.common.recipe import Float8CurrentScaling
 from te_fast.convert.forwards import DecoderForward
 from te_fast.runtime.compiling import CAN_COMPILE
@@ -78,8 +79,9 @@ def seen(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("options", [{}, {"use_cache": False}, {"attention_mask": PADDED}])
+@pytest.mark.parametrize(
+    ("kind", "options"), sampled(KINDS, [{}, {"use_cache": False}, {"attention_mask": PADDED}])
+)
 def test_a_step_is_the_models_own(kind, options):
     model = made(kind)
     wanted = step(model, **options)

@@ -21,7 +21,7 @@ from grouped_layers import (
 )
 from linear_layers import DTYPES, casts, close
 from recipes import RECIPES
-from selection import quickly
+from selection import quickly, sampled
 
 ALL = {"high": lambda: None, **RECIPES}
 
@@ -38,9 +38,7 @@ def check(layer, x, y, wanted, dtype):
         close(grads(layer, "bias"), wanted["db"], dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(("name", "bias", "dtype"), sampled(ALL, [True, False], DTYPES), ids=str)
 def test_whole_step_is_each_experts_product(name, bias, dtype):
     layer = make(dtype=dtype, bias=bias)
     x, grad = inputs(layer, dtype=dtype)
@@ -51,8 +49,9 @@ def test_whole_step_is_each_experts_product(name, bias, dtype):
     check(layer, x, y, wanted, dtype)
 
 
-@pytest.mark.parametrize("splits", [[5], [0], [0, 0, 0], [0, 300], [1] * 65], ids=str)
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(
+    ("name", "splits"), sampled(ALL, [[5], [0], [0, 0, 0], [0, 300], [1] * 65]), ids=str
+)
 def test_splits(name, splits):
     layer = make(len(splits), 32, 16)
     x, grad = inputs(layer, splits)
@@ -148,9 +147,9 @@ def test_return_bias():
     assert torch.equal(bias, single.bias)
 
 
-@pytest.mark.parametrize("kept", ["adjacent", "apart", "single"])
-@pytest.mark.parametrize("later", [False, True], ids=["now", "later"])
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(
+    ("name", "later", "kept"), sampled(ALL, [False, True], ["adjacent", "apart", "single"])
+)
 def test_main_grad(name, later, kept):
     options = {"single_grouped_weight": kept == "single"}
     layer = make(fuse_wgrad_accumulation=True, delay_wgrad_compute=later, **options)
