@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -38,6 +39,12 @@ LONG = (
     "test_compiled_ranks.py",
     "test_transformer_layer.py",
 )
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Modules of tests that need a GPU are not imported where no such test may run."""
+    of_gpus = collection_path == Path(__file__).parent / "gpu"
+    return True if of_gpus and "not gpu" in config.option.markexpr else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +17,16 @@ from te_fast.common.recipe import Float8CurrentScaling
 from te_fast.convert.forwards import DecoderForward
 from te_fast.runtime.compiling import CAN_COMPILE
 
-transformers = pytest.importorskip("transformers")
 compiles = pytest.mark.skipif(not CAN_COMPILE, reason="layers are compiled from torch 2.8 on")
+
+transformers: Any = None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _transformers() -> None:
+    """Imported late: a process that runs other files need not wait for it."""
+    globals()["transformers"] = pytest.importorskip("transformers")
+
 
 SIZES = {
     "hidden_size": 64,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from itertools import product
 
 import pytest
 import torch
@@ -160,7 +159,7 @@ def test_another_process_computes_the_same_products(tmp_path, fresh, name, elsew
 
 
 @ELSEWHERE
-@pytest.mark.parametrize("single", [False, True])
+@pytest.mark.parametrize("single", quickly([False, True], True, slow=[False]))
 @pytest.mark.parametrize("name", quickly(["delayed", "current", "block"], "current"))
 def test_weights_in_fp8_are_saved_as_they_are(tmp_path, fresh, name, single, elsewhere):
     model = Products(RECIPES[name], single=single, quantized=True)
@@ -334,7 +333,11 @@ def exported_mixture(model, *, strict=False):
 
 @pytest.mark.parametrize(
     ("block", "strict"),
-    sampled(BLOCKS, [False, True], quick=[*product(BLOCKS, [False]), ("expert_bias", True)]),
+    sampled(
+        BLOCKS,
+        [False, True],
+        quick=[("biases", False), ("loss", False), ("all", False), ("expert_bias", True)],
+    ),
 )
 @pytest.mark.parametrize("name", quickly(["none", "delayed", "current", "block"], "delayed"))
 def test_a_mixture_is_one_operator_with_the_bits_of_eager_code(name, block, strict):
@@ -347,7 +350,7 @@ def test_a_mixture_is_one_operator_with_the_bits_of_eager_code(name, block, stri
 
 
 @ELSEWHERE
-@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("quantized", quickly([False, True], True, slow=[False]))
 def test_another_process_computes_the_same_mixture(tmp_path, fresh, quantized, elsewhere):
     model = trained("all", recipe="current", quantized=quantized)
     cases = [(rows_of(3, 24),), (rows_of(4, 40),)]

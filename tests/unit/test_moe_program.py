@@ -33,7 +33,14 @@ def both(given, recipe, steps=1, **options):
     return results
 
 
-@pytest.mark.parametrize(("name", "kind"), sampled(ALL, KINDS))
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    sampled(
+        ALL,
+        KINDS,
+        quick=[("high", "nan"), ("delayed", "empty"), ("current", "zeros"), ("block", "few")],
+    ),
+)
 def test_bits_of_the_parts(name, kind):
     given = tensors(TOKENS, "cpu", kind=kind)
     (mine, states), (theirs, other_states) = both(given, ALL[name](), steps=2)
@@ -87,9 +94,8 @@ def test_bits_with_options(name, options):
             {"bias": True},
         ],
         quick=[
-            ("delayed", {"interleave": 32}),
-            ("current", {"activation": "situglu"}),
-            ("block", {"bias": True}),
+            ("current", {"interleave": 32}),
+            ("block", {"activation": "situglu"}),
         ],
     ),
     ids=option,

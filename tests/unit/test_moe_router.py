@@ -109,9 +109,12 @@ def test_bits_of_the_parts(name, way, dtype):
 
 
 @pytest.mark.parametrize(
-    "frozen", ["router", "experts", "input", "input and router", "but router", "all"]
+    ("name", "frozen"),
+    sampled(
+        ["high", "delayed", "block"],
+        ["router", "experts", "input", "input and router", "but router", "all"],
+    ),
 )
-@pytest.mark.parametrize("name", ["high", "delayed", "block"])
 def test_what_wants_no_gradient_gets_none(name, frozen):
     recipe = ALL[name]()
     x, grad = tensors(dtype=torch.bfloat16)

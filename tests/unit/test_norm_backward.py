@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import norm_reference as ref
-from selection import every_pair, sampled
+from selection import every_pair, quickly, sampled
 from te_fast import dispatch
 from te_fast.dispatch import NormFunction, NormGradients
 from te_fast.errors import DtypeError, ShapeError
@@ -113,7 +113,7 @@ def test_what_is_not_asked_for_changes_nothing(cols, wanted):
         assert got is None or torch.equal(got, expected)
 
 
-@pytest.mark.parametrize("cols", [64, LONG])
+@pytest.mark.parametrize("cols", quickly([64, LONG], 64, slow=[LONG]))
 def test_threads_do_not_change_the_sums(cols):
     function = FUNCTIONS[0]
     dy, x, gamma, _ = make(700, cols // 4, torch.float32)

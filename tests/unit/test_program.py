@@ -161,7 +161,10 @@ def te_counters() -> dict[str, int]:
     return dict(native.counters())
 
 
-@pytest.mark.parametrize("recipe", [None, *RECIPES])
+@pytest.mark.parametrize(
+    "recipe",
+    [None, RECIPES[0], *(pytest.param(one, marks=pytest.mark.slow) for one in RECIPES[1:])],
+)
 def test_main_grad_and_delayed_weight_gradients(recipe: Any) -> None:
     chain, x, _, grads = case(CHAINS["three"])
     enabled = recipe is not None

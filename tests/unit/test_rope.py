@@ -180,7 +180,10 @@ def test_ranks_that_share_the_product_of_queries_keys_and_values():
 
 
 @compiles
-@pytest.mark.parametrize(("width", "dtype"), sampled([D, 4], [torch.float32, torch.bfloat16]))
+@pytest.mark.parametrize(
+    ("width", "dtype"),
+    sampled([D, 4], [torch.float32, torch.bfloat16], quick=[(4, torch.bfloat16)]),
+)
 def test_a_graph_has_the_gradients_of_eager(width, dtype):
     # Between differentiable operations: torch 2.11 lost the gradient there.
     of_t, factor = angles(dim=width), torch.randn(D, dtype=dtype)

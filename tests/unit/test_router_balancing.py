@@ -10,7 +10,7 @@ import torch
 
 import te_fast
 from graphs import needs_compile
-from selection import quickly, sampled
+from selection import every_value, quickly, sampled
 from te_fast import dispatch
 from te_fast.moe import balancing, choice
 from te_fast.pytorch import router
@@ -86,7 +86,16 @@ def special(tokens, experts):
 
 
 @pytest.mark.parametrize(
-    ("experts", "case", "by"), sampled([2, 33, 130], BOUNDS, ["kernel", "torch"])
+    ("experts", "case", "by"),
+    sampled(
+        [2, 33, 130],
+        BOUNDS,
+        ["kernel", "torch"],
+        quick=[
+            (130, "odd", "torch"),
+            *((33, *case) for case in every_value(BOUNDS, ["kernel", "torch"])),
+        ],
+    ),
 )
 def test_bins_have_the_bits_of_float32(experts, case, by, monkeypatch):
     bounds = torch.tensor(BOUNDS[case])
