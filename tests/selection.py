@@ -1,6 +1,6 @@
 """Which cases of a test run: plain ``pytest`` and ``make test`` run some, ``make test CASES=all`` runs all of them.
 
-The other cases are marked slow, and ``combination``.
+Cases that ``make test`` adds to those of plain ``pytest`` are marked ``slow``; the rest is marked ``combination``, too.
 """
 
 from __future__ import annotations
