@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -29,15 +30,31 @@ LONG = (
     "test_parallel_ranks.py",
     "test_graphs_quantized_experts.py",
     "test_graphs_parts.py",
+    "test_grouped_linear.py",
+    "test_convert.py",
+    "test_export_experts.py",
+    "test_transformer_layer.py",
     "test_convert_transformers.py",
     "test_export.py",
     "test_sharded_ranks.py",
     "test_doctor.py",
     "test_fsdp_quantized.py",
+    "test_moe_program.py",
     "test_checkpoint.py",
+    "test_graphs_form.py",
+    "test_compound_layers.py",
     "test_compiled_ranks.py",
-    "test_transformer_layer.py",
+    "test_graphed_callables.py",
+    "test_permutation_compile.py",
+    "test_weights_together.py",
+    "test_import.py",
 )
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Modules of tests that need a GPU are not imported where no such test may run."""
+    of_gpus = collection_path == Path(__file__).parent / "gpu"
+    return True if of_gpus and "not gpu" in config.option.markexpr else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

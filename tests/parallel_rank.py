@@ -314,9 +314,16 @@ def check_mlp(sequence, recipe, activation="gelu", **options):
 
 @scene
 def layernorm_mlp():
+    check_mlp(False, None)
+    check_mlp(True, "delayed")
+    check_mlp(True, "block")
+    check_mlp(True, "current", "swiglu")
+
+
+@scene
+def layernorm_mlp_with_options():
     for sequence, recipe in product((False, True), (None, *RECIPES)):
         check_mlp(sequence, recipe)
-    check_mlp(True, "current", "swiglu")
     check_mlp(True, "current", delay_wgrad_compute=True)
     check_mlp(True, "delayed", checkpoint=True)
     check_mlp(False, "current", checkpoint=True)

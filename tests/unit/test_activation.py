@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import activation_reference as ref
+from selection import every_pair, sampled
 from te_fast import dispatch
 from te_fast.dispatch import ActivationFunction, ActivationOutputs
 from te_fast.errors import DtypeError, ShapeError
@@ -32,9 +33,11 @@ def make(function, rows, cols, dtype, seed=0, *, edges=False):
     return x.to(dtype), dy.to(dtype)
 
 
-@pytest.mark.parametrize("function", FUNCTIONS, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("edges", [False, True])
+@pytest.mark.parametrize(
+    ("function", "dtype", "edges"),
+    sampled(FUNCTIONS, DTYPES, [False, True], quick=every_pair),
+    ids=str,
+)
 def test_forward_against_fp64(function, dtype, edges):
     x, _ = make(function, 37, 24, dtype, edges=edges)
     out = dispatch.activation(x, function, dispatch.activation_outputs(x, function))
@@ -42,9 +45,11 @@ def test_forward_against_fp64(function, dtype, edges):
     ref.assert_near(out.high_precision, expected, share=ref.TAIL if edges else ref.ARITHMETIC)
 
 
-@pytest.mark.parametrize("function", FUNCTIONS, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("edges", [False, True])
+@pytest.mark.parametrize(
+    ("function", "dtype", "edges"),
+    sampled(FUNCTIONS, DTYPES, [False, True], quick=every_pair),
+    ids=str,
+)
 def test_backward_against_autograd(function, dtype, edges):
     x, dy = make(function, 37, 24, dtype, edges=edges)
     out = dispatch.activation_outputs(x, function, gradient=True)
@@ -88,10 +93,17 @@ def slope_magnitude(dy, x, function, finite=None):
     return ref_interleave(both, function)
 
 
-@pytest.mark.parametrize("function", FUNCTIONS, ids=str)
-@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
-@pytest.mark.parametrize("layouts", [(True, False), (False, True), (True, True)])
-@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize(
+    ("function", "fmt", "layouts", "gradient"),
+    sampled(
+        FUNCTIONS,
+        ["e4m3", "e5m2"],
+        [(True, False), (False, True), (True, True)],
+        [False, True],
+        quick=every_pair,
+    ),
+    ids=str,
+)
 def test_fp8(function, fmt, layouts, gradient):
     rows, cols = 35, 24
     x, dy = make(function, rows, cols, torch.bfloat16, 3)

@@ -6,14 +6,13 @@ import torch
 import te_fast
 from expert_activations import NAMES, SPLITS, Case, check_by_torch, check_groups, same_bits
 from recipes import RECIPES
+from selection import sampled
 from te_fast import dispatch
 from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from te_fast.dispatch import ActivationFunction
 
 
-@pytest.mark.parametrize("interleave", [0, 8, 64])
-@pytest.mark.parametrize("splits", SPLITS[:3], ids=lambda splits: f"{len(splits)} groups")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "splits", "interleave"), sampled(NAMES, SPLITS[:3], [0, 8, 64]))
 def test_against_torch(name, splits, interleave):
     recipe = RECIPES[name]()
     case = Case(splits, 128, ActivationFunction("reglu", interleave))
@@ -31,9 +30,9 @@ def test_against_torch(name, splits, interleave):
         check_by_torch(found, values, splits, recipe, options, gradient=gradient)
 
 
-@pytest.mark.parametrize("factor", [torch.float32, torch.bfloat16, None], ids=str)
-@pytest.mark.parametrize("splits", SPLITS, ids=lambda splits: f"{len(splits)} groups")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "splits", "factor"), sampled(NAMES, SPLITS, [torch.float32, torch.bfloat16, None])
+)
 def test_has_the_bits_of_two_calls(name, splits, factor):
     recipe = RECIPES[name]()
     for cols, function in [

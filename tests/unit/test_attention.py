@@ -10,6 +10,7 @@ import torch
 
 import te_fast.pytorch as te
 from attention_reference import F64, attend_one, attends, slopes_of
+from selection import every_pair, sampled
 from te_fast.attention.scores import backends
 from te_fast.common.recipe import DelayedScaling, Float8CurrentScaling
 from te_fast.errors import ArgumentError, DeviceError, DtypeError, ShapeError, UnsupportedError
@@ -103,18 +104,29 @@ def module(groups=GROUPS, channels=D, **options):
     return te.DotProductAttention(HEADS, channels, num_gqa_groups=groups, **options)
 
 
-@pytest.mark.parametrize("fmt", ["sbhd", "bshd"])
-@pytest.mark.parametrize("kind", MASKS)
-@pytest.mark.parametrize(("queries", "keys"), [(7, 7), (3, 8), (8, 3), (1, 5)])
+@pytest.mark.parametrize(
+    ("fmt", "kind", "queries", "keys"),
+    sampled(
+        ["sbhd", "bshd"],
+        MASKS,
+        [
+            pytest.param(7, 7),
+            pytest.param(3, 8),
+            pytest.param(8, 3),
+            pytest.param(1, 5),
+        ],
+    ),
+)
 def test_masks_of_whole_sequences(fmt, kind, queries, keys):
     case = Case([queries] * 2, [keys] * 2)
     out = module(qkv_format=fmt, attn_mask_type=kind)(*case.given(fmt))
     case.compare(case.padded(out, fmt), case.wanted(kind))
 
 
-@pytest.mark.parametrize("kind", [*MASKS, "arbitrary"])
-@pytest.mark.parametrize("window", [(2, 0), (0, 0), (3, 2)])
-@pytest.mark.parametrize("bottom_right", [None, True, False])
+@pytest.mark.parametrize(
+    ("kind", "window", "bottom_right"),
+    sampled([*MASKS, "arbitrary"], [(2, 0), (0, 0), (3, 2)], [None, True, False], quick=every_pair),
+)
 def test_windows(kind, window, bottom_right):
     if "causal" in kind and window[1]:
         window = (window[0], 0)
@@ -247,9 +259,10 @@ def test_max_logit(kind):
     assert torch.allclose(largest, scores.masked_fill(~seen, -math.inf).amax((0, 2, 3)))
 
 
-@pytest.mark.parametrize("fmt", ["sbhd", "bshd", "thd"])
-@pytest.mark.parametrize("kind", [*MASKS, *PADDED])
-@pytest.mark.parametrize("window", [None, (2, 0)])
+@pytest.mark.parametrize(
+    ("fmt", "kind", "window"),
+    sampled(["sbhd", "bshd", "thd"], [*MASKS, *PADDED], [None, (2, 0)], quick=every_pair),
+)
 def test_capped_scores(fmt, kind, window):
     if fmt == "thd" and "padding" not in kind:
         kind = "padding"

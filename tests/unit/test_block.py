@@ -16,6 +16,7 @@ import te_fast
 import te_fast.pytorch as te
 from graphs import needs_compile
 from recipes import RECIPES
+from selection import sampled
 from te_fast.attention.block import Block
 from te_fast.errors import ShapeError, UnsupportedError
 
@@ -90,10 +91,9 @@ def one_by_one(monkeypatch):
     return run
 
 
-@pytest.mark.parametrize("recipe", REGIONS)
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("fmt", ROWS)
-@pytest.mark.parametrize("rope", [False, True])
+@pytest.mark.parametrize(
+    ("recipe", "family", "fmt", "rope"), sampled(REGIONS, FAMILIES, ROWS, [False, True])
+)
 def test_the_numbers_of_layers_one_by_one(one_by_one, recipe, family, fmt, rope):
     layer = make(family, attn_input_format=fmt)
     other, x = copy.deepcopy(layer), tokens(fmt)

@@ -15,6 +15,7 @@ from many_tensors import (
     written,
 )
 from quantized_tensors import parts, quantizer
+from selection import sampled
 from te_fast import dispatch
 from te_fast.pytorch.tensor.utils import quantize_master_weights
 from te_fast.tensor.quantizer import update_many
@@ -31,10 +32,10 @@ def tensors_of(kind, shapes, dtype, fmt="e4m3", usage=(True, True)):
     return tensors
 
 
-@pytest.mark.parametrize("usage", USAGES)
-@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "dtype", "fmt", "usage"),
+    sampled(KINDS, [torch.bfloat16, torch.float16, torch.float32], ["e4m3", "e5m2"], USAGES),
+)
 def test_bytes_scales_and_maxima(kind, dtype, fmt, usage):
     tensors, values = tensors_of(kind, SHAPES, dtype, fmt, usage), values_of(SHAPES, dtype, "cpu")
     pointers = [[part.data_ptr() for part in parts(t) if part is not None] for t in tensors]

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import te_fast
 import te_fast.pytorch as te
-from selection import pairs
+from selection import pairs, sampled
 from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from te_fast.errors import DtypeError, RanksError, StateError
 from te_fast.pytorch.distributed import (
@@ -200,19 +200,27 @@ def check(net, plain, recipe, **options):
         assert torch.equal(one, other), index
 
 
-@REENTRANT
-@pytest.mark.parametrize("checkpointed", [[0], [1], [2], [0, 1, 2], ["all"]], ids=str)
+@pytest.mark.parametrize(
+    ("recipe", "checkpointed", "reentrant"),
+    sampled(RECIPES, [[0], [1], [2], [0, 1, 2], ["all"]], [True, False]),
+    ids=str,
+    indirect=["recipe"],
+)
 def test_nothing_differs(recipe, checkpointed, reentrant):
     check(Net(checkpointed, reentrant), Net([]), recipe)
 
 
-@pytest.mark.parametrize(("make", "reentrant"), pairs(MAKES, [True, False]))
+@pytest.mark.parametrize(
+    ("recipe", "make", "reentrant"), sampled(RECIPES, MAKES, [True, False]), indirect=["recipe"]
+)
 def test_layers_that_are_programs(recipe, make, reentrant):
     plain = PLAIN.get(make, make)
     check(Net(["all"], reentrant, make=make), Net([], make=plain), recipe)
 
 
-@pytest.mark.parametrize(("make", "reentrant"), pairs(MAKES, [True, False]))
+@pytest.mark.parametrize(
+    ("make", "reentrant"), pairs(MAKES, [True, False], quick=[mlp, norm_linear])
+)
 def test_programs_several_forwards_before_their_backwards(make, reentrant):
     net = Net([0, 1, 2], reentrant, make=make)
     plain = Net([], make=PLAIN.get(make, make))
@@ -243,9 +251,11 @@ class NetOfContexts(Net):
         return self.function(function, x, **CONTEXTS)
 
 
-@pytest.mark.parametrize("in_flight", [1, 3])
-@pytest.mark.parametrize("checkpointed", [[0, 1, 2], ["all"]], ids=str)
-@pytest.mark.parametrize("function", [te.checkpoint, torch_checkpoint], ids=["own", "torchs"])
+@pytest.mark.parametrize(
+    ("recipe", "function", "checkpointed", "in_flight"),
+    sampled(RECIPES, [te.checkpoint, torch_checkpoint], [[0, 1, 2], ["all"]], [1, 3]),
+    indirect=["recipe"],
+)
 def test_regions_for_a_checkpoint(recipe, function, checkpointed, in_flight):
     check(NetOfContexts(checkpointed, function), Net([]), recipe, in_flight=in_flight)
 
@@ -286,12 +296,16 @@ def test_a_bias_that_is_returned_stays_a_parameter(recipe, reentrant, make):
         assert all(map(torch.equal, one, other))
 
 
-@REENTRANT
+@pytest.mark.parametrize(
+    ("recipe", "reentrant"), sampled(RECIPES, [True, False]), indirect=["recipe"]
+)
 def test_nested(recipe, reentrant):
     check(Net([0, 1], reentrant, nested=True), Net([]), recipe)
 
 
-@REENTRANT
+@pytest.mark.parametrize(
+    ("recipe", "reentrant"), sampled(RECIPES, [True, False]), indirect=["recipe"]
+)
 def test_several_forwards_before_their_backwards(recipe, reentrant):
     check(Net([0, 1, 2], reentrant), Net([]), recipe, in_flight=3)
 
@@ -543,8 +557,11 @@ def python_chain(seed):
     return te.ops.Sequential(*ops)
 
 
-@REENTRANT
-@pytest.mark.parametrize("make", [linear, norm_mlp, recomputed_norm_mlp, chain, python_chain])
+@pytest.mark.parametrize(
+    ("recipe", "make", "reentrant"),
+    sampled(RECIPES, [linear, norm_mlp, recomputed_norm_mlp, chain, python_chain], [True, False]),
+    indirect=["recipe"],
+)
 def test_high_precision_stays_so_where_a_forward_in_fp8_follows(recipe, make, reentrant):
     """The recomputation repeats its own forward, whatever region the layer last ran in."""
     found = []

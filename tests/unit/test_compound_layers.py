@@ -26,6 +26,7 @@ from compound_layers import (
     step,
 )
 from linear_layers import casts
+from selection import sampled
 from te_fast import dispatch
 from te_fast.common.recipe import DelayedScaling, Float8CurrentScaling
 
@@ -38,9 +39,11 @@ NORMS = [("LayerNorm", False), ("LayerNorm", True), ("RMSNorm", False), ("RMSNor
 # Numbers -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("normalization", "zero_centered"), NORMS)
-@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    ("normalization", "zero_centered", "bias", "dtype"),
+    sampled([pytest.param(*case) for case in NORMS], [True, False], DTYPES),
+    ids=str,
+)
 def test_high_precision_is_the_chain(kind, normalization, zero_centered, bias, dtype):
     layer = make(
         kind,
@@ -56,9 +59,9 @@ def test_high_precision_is_the_chain(kind, normalization, zero_centered, bias, d
     assert_close({"y": y, **gradients(layer, x)}, wanted, PRECISE[dtype])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    ("name", "normalization", "dtype"), sampled(RECIPES, ["LayerNorm", "RMSNorm"], DTYPES), ids=str
+)
 def test_fp8_is_the_chain_of_quantised_operands(kind, name, normalization, dtype):
     layer = make(kind, 144, 80, dtype, normalization=normalization)
     x, grad = data(layer, 136, dtype)
@@ -433,8 +436,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("first", [None, False])
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(("change", "first"), sampled(CHANGES, [None, False]))
 def test_stale_parameters_are_never_used(kind, change, first):
     recipe = Float8CurrentScaling()
     for name, _ in make(kind).named_parameters():
@@ -774,13 +776,17 @@ def test_unknown_norm(kind):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("eps", 10.0),
-        ("zero_centered_gamma", True),
-        ("return_layernorm_output", True),
-        ("return_bias", True),
-    ],
+    ("recipe", "name", "value"),
+    sampled(
+        RECIPES,
+        [
+            pytest.param("eps", 10.0),
+            pytest.param("zero_centered_gamma", True),
+            pytest.param("return_layernorm_output", True),
+            pytest.param("return_bias", True),
+        ],
+    ),
+    indirect=["recipe"],
 )
 def test_attributes_that_change_after_a_forward(kind, recipe, name, value):
     layer, other = make(kind), make(kind, **{name: value})

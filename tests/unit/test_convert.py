@@ -21,6 +21,8 @@ from llama_like import (
     StaticCache,
     loss_of,
 )
+from recipes import RECIPES
+from selection import quickly, sampled
 from te_fast.common.recipe import DelayedScaling
 from te_fast.convert.experts import ExpertsForward
 from te_fast.convert.forwards import DecoderForward
@@ -100,6 +102,7 @@ def test_fp8(recipe):
     assert list(model.state_dict()) == list(other.state_dict())
 
 
+@pytest.mark.parametrize("recipe", quickly(RECIPES, "block", slow=RECIPES), indirect=True)
 def test_training_follows_the_model(recipe):
     model = Model()
     te_fast.convert(model)
@@ -147,6 +150,7 @@ def test_mixtures_compute_what_they_did():
     assert step(model)[0] == step(other)[0]
 
 
+@pytest.mark.parametrize("recipe", quickly(RECIPES, "block", slow=RECIPES), indirect=True)
 def test_mixtures_in_fp8(recipe):
     model, other = mixtral().bfloat16(), mixtral().bfloat16()
     te_fast.convert(model)
@@ -206,7 +210,7 @@ def test_experts_that_only_look_like_them_are_left(monkeypatch):
     assert "computes something else" in report.left["layers.0.mlp.experts"]
 
 
-@pytest.mark.parametrize("in_fp8", [True, False])
+@pytest.mark.parametrize(("recipe", "in_fp8"), sampled(RECIPES, [True, False]), indirect=["recipe"])
 def test_what_follows_attention_computes_what_its_layers_do(recipe, in_fp8, monkeypatch):
     """Gradients of residual sums differ by one rounding, because the norm's backward adds before it rounds."""
     model = Model().bfloat16()
@@ -407,7 +411,9 @@ def test_training_behind_inference():
     compare(model, other)
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize(
+    ("recipe", "use_reentrant"), sampled(RECIPES, [False, True]), indirect=["recipe"]
+)
 def test_recomputed(recipe, use_reentrant):
     layer = Layer()
     te_fast.convert(layer)
@@ -777,7 +783,9 @@ def test_scales_that_do_not_fit_change_nothing():
 
 
 @pytest.mark.skipif(not CAN_COMPILE, reason="torch 2.8 or later")
-@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize(
+    "recompute", quickly([False, True], True, slow=[False, True]), ids=["kept", "recomputed"]
+)
 def test_a_graph_reads_parameters_that_were_exchanged(recompute):
     """FSDP2 exchanges parameters before a compiled block runs; torchtitan's loop also checkpoints the block."""
     torch.manual_seed(0)

@@ -5,18 +5,28 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+from typing import Any
 
 import pytest
 import torch
 
 import te_fast
 import te_fast.pytorch as te
+from selection import sampled
 from te_fast.common.recipe import Float8CurrentScaling
 from te_fast.convert.forwards import DecoderForward
 from te_fast.runtime.compiling import CAN_COMPILE
 
-transformers = pytest.importorskip("transformers")
 compiles = pytest.mark.skipif(not CAN_COMPILE, reason="layers are compiled from torch 2.8 on")
+
+transformers: Any = None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _transformers() -> None:
+    """Imported late: a process that runs other files need not wait for it."""
+    globals()["transformers"] = pytest.importorskip("transformers")
+
 
 SIZES = {
     "hidden_size": 64,
@@ -78,8 +88,9 @@ def seen(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("options", [{}, {"use_cache": False}, {"attention_mask": PADDED}])
+@pytest.mark.parametrize(
+    ("kind", "options"), sampled(KINDS, [{}, {"use_cache": False}, {"attention_mask": PADDED}])
+)
 def test_a_step_is_the_models_own(kind, options):
     model = made(kind)
     wanted = step(model, **options)

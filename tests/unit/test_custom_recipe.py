@@ -12,6 +12,7 @@ import torch
 
 import te_fast.pytorch as te
 from graphs import needs_compile, refusal_of
+from selection import sampled
 from te_fast.common.recipe import (
     CustomRecipe,
     DelayedScaling,
@@ -154,8 +155,7 @@ def assert_equal(first, second):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("kind", PLAIN)
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(("name", "kind"), sampled(LAYERS, PLAIN))
 def test_a_factory_of_one_recipe_trains_as_the_recipe_does(name, kind):
     factory, plain = PLAIN[kind]
     first, second = pair(name)
@@ -182,12 +182,17 @@ def half_hybrid(source, forward):
     return factory
 
 
-@pytest.mark.parametrize("kind", ["current", "block"])
 @pytest.mark.parametrize(
-    ("source", "override"),
-    [("original", "high_precision"), ("rowwise_dequantized", "dequantized")],
+    ("name", "source", "override", "kind"),
+    sampled(
+        ["linear", "layernorm_mlp", "ops", "grouped"],
+        [
+            pytest.param("original", "high_precision"),
+            pytest.param("rowwise_dequantized", "dequantized"),
+        ],
+        ["current", "block"],
+    ),
 )
-@pytest.mark.parametrize("name", ["linear", "layernorm_mlp", "ops", "grouped"])
 def test_identity_by_columns_is_a_backward_override(name, source, override, kind):
     factory, plain = PLAIN[kind]
     recipes = (
@@ -411,9 +416,10 @@ def test_another_factory_is_asked_anew():
     assert_equal([y], [layer(x)])
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize("kind", [*PLAIN, "plain"])
-@pytest.mark.parametrize("checkpoint", [te.checkpoint, torch.utils.checkpoint.checkpoint])
+@pytest.mark.parametrize(
+    ("checkpoint", "kind", "use_reentrant"),
+    sampled([te.checkpoint, torch.utils.checkpoint.checkpoint], [*PLAIN, "plain"], [True, False]),
+)
 def test_recomputation_repeats_the_layers_own_recipe(checkpoint, kind, use_reentrant):
     class Recomputed(torch.nn.Module):
         def __init__(self, layer) -> None:

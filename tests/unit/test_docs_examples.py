@@ -18,7 +18,7 @@ def examples():
         text = path.read_text()
         if path.parent.name == "tutorials":  # the blocks of a tutorial are one program
             code = "\n".join(match[1] for match in BLOCK.finditer(text))
-            marks = [pytest.mark.slow] if path.stem == "profile-a-script" else []
+            marks = [pytest.mark.slow] if path.stem in {"hugging-face", "profile-a-script"} else []
             yield pytest.param(code, 1, id=str(path.relative_to(ROOT)), marks=marks)
             continue
         for match in BLOCK.finditer(text):

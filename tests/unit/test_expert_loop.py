@@ -15,6 +15,7 @@ from graphs import needs_compile, refusal_of
 from grouped_layers import SPLITS, grads, inputs, make, step, with_biases
 from linear_layers import DTYPES, casts, close
 from recipes import RECIPES
+from selection import sampled
 from te_fast import _config
 from te_fast.common.recipe import Float8CurrentScaling
 from te_fast.ops import expert_loop
@@ -79,9 +80,7 @@ def in_fp8(override=None, *, enabled=True):
     return te.autocast(enabled=enabled, recipe=Float8CurrentScaling(backward_override=override))
 
 
-@pytest.mark.parametrize("single", [False, True], ids=["parts", "single"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(("name", "dtype", "single"), sampled(ALL, DTYPES, [False, True]), ids=str)
 def test_steps_have_the_bits_of_one_launch(name, dtype, single, one_by_one):
     found, biases = [], []
     for loop in (False, True):
@@ -105,8 +104,9 @@ def test_steps_have_the_bits_of_one_launch(name, dtype, single, one_by_one):
     assert not found[1][2][torch.tensor(SPLITS) == 0].any()
 
 
-@pytest.mark.parametrize("splits", [[5], [0], [0, 0, 0], [0, 300], [1] * 17], ids=str)
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(
+    ("name", "splits"), sampled(ALL, [[5], [0], [0, 0, 0], [0, 300], [1] * 17]), ids=str
+)
 def test_splits(name, splits, one_by_one):
     found = []
     for loop in (False, True):
@@ -118,10 +118,11 @@ def test_splits(name, splits, one_by_one):
     agree(name, found)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("single", [False, True], ids=["parts", "single"])
-@pytest.mark.parametrize("later", [False, True], ids=["now", "later"])
-@pytest.mark.parametrize("fuse", [False, True], ids=["grad", "main_grad"])
+@pytest.mark.parametrize(
+    ("fuse", "later", "single", "dtype"),
+    sampled([False, True], [False, True], [False, True], DTYPES),
+    ids=str,
+)
 def test_outside_of_fp8_bits_are_those_of_linear_layers(fuse, later, single, dtype, one_by_one):
     one_by_one()
     options = {"fuse_wgrad_accumulation": fuse, "delay_wgrad_compute": later, "bias": not single}
@@ -162,9 +163,11 @@ def test_outside_of_fp8_bits_are_those_of_linear_layers(fuse, later, single, dty
         assert torch.equal(grads(layer, "bias"), torch.stack(theirs))
 
 
-@pytest.mark.parametrize("single", [False, True], ids=["parts", "single"])
-@pytest.mark.parametrize("later", [False, True], ids=["now", "later"])
-@pytest.mark.parametrize("fuse", [False, True], ids=["grad", "main_grad"])
+@pytest.mark.parametrize(
+    ("fuse", "later", "single", "recipe"),
+    sampled([False, True], [False, True], [False, True], RECIPES),
+    indirect=["recipe"],
+)
 def test_weight_gradients_go_where_they_are_asked_for(fuse, later, single, recipe, one_by_one):
     found = []
     for loop in (False, True):
@@ -287,9 +290,7 @@ def trio(single=False, **options):
     )
 
 
-@pytest.mark.parametrize("single", [False, True], ids=["parts", "single"])
-@pytest.mark.parametrize("later", [False, True], ids=["now", "later"])
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(("name", "later", "single"), sampled(ALL, [False, True], [False, True]))
 def test_operations_have_the_bits_of_one_program(name, later, single, one_by_one):
     splits, found, biases = torch.tensor(SPLITS), [], []
     for loop in (False, True):
@@ -383,8 +384,11 @@ def test_a_forward_that_torch_repeats(override, loop, use_reentrant, one_by_one)
     assert torch.equal(grads(other), grads(layer))
 
 
-@pytest.mark.parametrize("later", [False, True], ids=["now", "later"])
-@pytest.mark.parametrize("single", [False, True], ids=["parts", "single"])
+@pytest.mark.parametrize(
+    ("single", "later", "recipe"),
+    sampled([False, True], [False, True], RECIPES),
+    indirect=["recipe"],
+)
 def test_quantised_weights_outside_of_fp8_add_to_main_grad(single, later, recipe, one_by_one):
     found = []
     for loop in (False, True):

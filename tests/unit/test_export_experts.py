@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import te_fast.pytorch as te
-from selection import quickly
+from selection import quickly, sampled
 from te_fast import _config
 from te_fast.common.recipe import (
     CustomRecipe,
@@ -101,21 +101,42 @@ def exported_products(model, *, strict, experts=3):
     return exported(model, given_to_products(16, experts), shapes, strict=strict)
 
 
-def assert_alike(fresh, program, model, cases, path):
-    """Compare with eager code, and so a process that loads the program."""
+# A process that has not run the model takes seconds to load its program.
+ELSEWHERE = pytest.mark.parametrize("elsewhere", quickly([False, True], False, slow=[False, True]))
+
+
+def here(script):
+    """Run a script in this process."""
+    exec(script, {})
+    return "equal\n"
+
+
+def assert_alike(run, program, model, cases, path):
+    """Compare with eager code, and so what a script loads that `run` runs."""
     with torch.no_grad():
         pairs = [(given, as_tuple(model(*given))) for given in cases]
     for given, wanted in pairs:
         assert all(map(torch.equal, as_tuple(program.module()(*given)), wanted))
-    if fresh is not None:
+    if run is not None:
         torch.export.save(program, f"{path}.pt2")
         torch.save(pairs, f"{path}.pt")
-        assert fresh(LOAD.format(path=str(path))).endswith("equal\n")
+        assert run(LOAD.format(path=str(path))).endswith("equal\n")
 
 
-@pytest.mark.parametrize("single", [False, True])
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    ("name", "strict", "single"),
+    sampled(
+        RECIPES,
+        [False, True],
+        [False, True],
+        quick=[
+            ("none", False, False),
+            ("delayed", False, True),
+            ("current", False, True),
+            ("block", False, False),
+        ],
+    ),
+)
 def test_products_have_the_bits_of_eager_code(name, strict, single):
     model = Products(RECIPES[name], single=single)
     for _ in range(2):  # the scales are no longer the initial ones
@@ -127,21 +148,25 @@ def test_products_have_the_bits_of_eager_code(name, strict, single):
     assert_alike(None, program, model, map(given_to_products, (16, 40)), None)
 
 
+@ELSEWHERE
 @pytest.mark.parametrize("name", quickly(["none", "delayed", "block"], "delayed"))
-def test_another_process_computes_the_same_products(tmp_path, fresh, name):
+def test_another_process_computes_the_same_products(tmp_path, fresh, name, elsewhere):
     model = Products(RECIPES[name])
     model(*given_to_products(24)).sum().backward()
     program = exported_products(model, strict=False)
-    assert_alike(fresh, program, model, map(given_to_products, (16, 40)), tmp_path / name)
+    run = fresh if elsewhere else here
+    assert_alike(run, program, model, map(given_to_products, (16, 40)), tmp_path / name)
 
 
-@pytest.mark.parametrize("single", [False, True])
+@ELSEWHERE
+@pytest.mark.parametrize("single", quickly([False, True], True, slow=[False]))
 @pytest.mark.parametrize("name", quickly(["delayed", "current", "block"], "current"))
-def test_weights_in_fp8_are_saved_as_they_are(tmp_path, fresh, name, single):
+def test_weights_in_fp8_are_saved_as_they_are(tmp_path, fresh, name, single, elsewhere):
     model = Products(RECIPES[name], single=single, quantized=True)
     program = exported_products(model, strict=False)
     assert not any("dequantize" in str(node.target) for node in program.graph.nodes)
-    assert_alike(fresh, program, model, map(given_to_products, (16, 40)), tmp_path / name)
+    run = fresh if elsewhere else here
+    assert_alike(run, program, model, map(given_to_products, (16, 40)), tmp_path / name)
 
 
 def test_the_products_are_those_of_torch():
@@ -306,8 +331,14 @@ def exported_mixture(model, *, strict=False):
     return exported(model, (rows_of(9, 16),), {"x": {0: ROWS}}, strict=strict)
 
 
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize(
+    ("block", "strict"),
+    sampled(
+        BLOCKS,
+        [False, True],
+        quick=[("biases", False), ("loss", False), ("all", False), ("expert_bias", True)],
+    ),
+)
 @pytest.mark.parametrize("name", quickly(["none", "delayed", "current", "block"], "delayed"))
 def test_a_mixture_is_one_operator_with_the_bits_of_eager_code(name, block, strict):
     model = trained(block, recipe=name)
@@ -318,11 +349,13 @@ def test_a_mixture_is_one_operator_with_the_bits_of_eager_code(name, block, stri
     assert_alike(None, program, model, [(rows_of(3, 24),), (rows_of(4, 40),)], None)
 
 
-@pytest.mark.parametrize("quantized", [False, True])
-def test_another_process_computes_the_same_mixture(tmp_path, fresh, quantized):
+@ELSEWHERE
+@pytest.mark.parametrize("quantized", quickly([False, True], True, slow=[False]))
+def test_another_process_computes_the_same_mixture(tmp_path, fresh, quantized, elsewhere):
     model = trained("all", recipe="current", quantized=quantized)
     cases = [(rows_of(3, 24),), (rows_of(4, 40),)]
-    assert_alike(fresh, exported_mixture(model), model, cases, tmp_path / "mixture")
+    run = fresh if elsewhere else here
+    assert_alike(run, exported_mixture(model), model, cases, tmp_path / "mixture")
 
 
 def test_a_mixture_counts_tokens_while_it_is_trained():
@@ -403,7 +436,7 @@ class Routed(torch.nn.Module):
         return probs, chosen, bits, loss
 
 
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("strict", quickly([False, True], False, slow=[False, True]))
 def test_the_functions_of_a_router(tmp_path, fresh, strict):
     model = Routed()
     tokens = [

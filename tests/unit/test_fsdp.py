@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 import te_fast
 import te_fast.pytorch as te
-from every_layer import every_layer
+from every_layer import LAYERS
+from selection import sampled
 from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 
 _VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -41,12 +42,10 @@ def sharded(module, **options):
 
 
 @on_the_cpu
-@every_layer
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("make", "reshard", "recipe"), sampled(LAYERS, [True, False], RECIPES))
 def test_weights_that_change_while_sharded_are_quantised_again(group, make, reshard, recipe):
     torch.default_generator.manual_seed(0)
-    layer = make()
+    layer = LAYERS[make]()
     plain = copy.deepcopy(layer)
     with torch.no_grad():
         for parameter in plain.parameters():
@@ -71,14 +70,15 @@ def _scales(module):
 
 
 @on_the_cpu
-@every_layer
-@pytest.mark.parametrize("recipe", [None, *RECIPES])
-@pytest.mark.parametrize("options", [{}, {"full_state_dict": True}], ids=["sharded", "full"])
+@pytest.mark.parametrize(
+    ("make", "recipe", "options"),
+    sampled(LAYERS, [None, *RECIPES], [{}, {"full_state_dict": True}]),
+)
 def test_states_of_distributed_checkpoints(group, make, recipe, options):
     from torch.distributed.checkpoint import state_dict as states
 
     torch.default_generator.manual_seed(0)
-    saved, loaded = sharded(make()), sharded(make())
+    saved, loaded = sharded(LAYERS[make]()), sharded(LAYERS[make]())
 
     def train(module):
         with te.autocast(enabled=recipe is not None, recipe=recipe and recipe()):
@@ -140,8 +140,7 @@ def test_converted_models(group, recipe):
 
 @on_the_cpu
 @pytest.mark.filterwarnings("ignore:DTensor random operators:UserWarning")
-@pytest.mark.parametrize("preserves", [True, False])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("recipe", "preserves"), sampled(RECIPES, [True, False]))
 def test_fp8_weights_that_are_sharded_before_they_are_made(group, recipe, preserves):
     """A model that is made on the meta device, sharded and initialised trains as a model that is not sharded."""
     from torch.distributed.fsdp import fully_shard

@@ -20,6 +20,7 @@ from graphed import (
 from graphs import needs_compile, region, states_of
 from host_graphs import install
 from recipes import RECIPES
+from selection import sampled
 from te_fast.common.recipe import CustomRecipe, DelayedScaling, Float8CurrentScaling
 from te_fast.errors import (
     ArgumentError,
@@ -98,11 +99,10 @@ MODELS = {
 # Training -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [None, *RECIPES])
-@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize(("make", "kind"), sampled(MODELS, [None, *RECIPES]))
 def test_a_graphed_model_trains_as_an_eager_one(graphs, make, kind):
     recipe = None if kind is None else RECIPES[kind]()
-    eager = make()
+    eager = MODELS[make]()
     model = copy.deepcopy(eager)
     graphed = graphs.graphed(model, (sample(),), **quantising(recipe))
     assert graphed is model
@@ -308,8 +308,11 @@ def test_the_same_tensor_twice_gets_each_gradient_once(graphs):
 # Pipelines ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("reuse", [False, True], ids=["own", "shared"])
-@pytest.mark.parametrize(("order", "chunks"), ORDERS.values(), ids=ORDERS)
+@pytest.mark.parametrize(
+    ("recipe", "order", "chunks", "reuse"),
+    sampled(RECIPES, [pytest.param(*case) for case in ORDERS.values()], [False, True]),
+    indirect=["recipe"],
+)
 def test_microbatches_in_the_order_of_a_pipeline(graphs, recipe, order, chunks, reuse):
     layers, microbatches = 2, len(order) // chunks // 2
     eager = torch.nn.ModuleList(

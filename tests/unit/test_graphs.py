@@ -15,7 +15,7 @@ import te_fast
 import te_fast.pytorch as te
 from graphs import assert_trains_alike, compiled, needs_compile, refusal_of, region, states_of
 from recipes import RECIPES
-from selection import every_value, quickly
+from selection import every_value, quickly, sampled
 from te_fast.common.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -62,9 +62,8 @@ def counters():
     ("name", "kind"),
     quickly(
         list(product(LAYERS, RECIPES | WITHOUT)),
-        ("Linear", "delayed"),
-        ("LayerNormLinear", "block"),
-        ("LayerNormMLP", "none"),
+        ("LayerNormMLP", "delayed"),
+        slow=[("Linear", "delayed"), ("LayerNormLinear", "block"), ("LayerNormMLP", "none")],
     ),
 )
 def test_a_compiled_layer_trains_as_eager_does(name, kind):
@@ -657,7 +656,8 @@ CHAINS = {
     ("name", "kind"),
     quickly(
         every_value(CHAINS, RECIPES),
-        ("user's own", "current"),
+        ("conversion", "delayed"),
+        slow=[("user's own", "current")],
     ),
 )
 def test_chains(name, kind):
@@ -725,8 +725,7 @@ def test_fake_tensors_run_no_kernel():
     assert (y.shape, y.dtype, len(launches)) == ((4, 8, 48), torch.float32, 0)
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("kind", ["none", "current"])
+@pytest.mark.parametrize(("name", "kind"), sampled(MODELS, ["none", "current"]))
 def test_fake_tensors_have_the_shapes_of_results(name, kind):
     model, recipe = MODELS[name](), (RECIPES | WITHOUT)[kind]()
     shape = (16, 1, 32) if name == "TransformerLayer" else (16, 32)

@@ -60,7 +60,9 @@ def inside(model, x, recipe, is_first):
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    quickly(list(product(MAKERS, RECIPES)), ("Linear", "delayed"), ("LayerNormMLP", "block")),
+    quickly(
+        list(product(MAKERS, RECIPES)), ("LayerNormMLP", "block"), slow=[("Linear", "delayed")]
+    ),
 )
 def test_a_compiled_layer_trains_as_eager_does(name, kind):
     recipe = RECIPES[kind]()
@@ -349,8 +351,8 @@ def test_the_region_around_the_graph():
             *product(("LayerNormLinear", "Sequential"), RECIPES, (True, False)),
             *product(("Linear",), RECIPES, (False,)),
         ],
-        ("LayerNormLinear", "current", True),
         ("Linear", "block", False),
+        slow=[("LayerNormLinear", "current", True)],
     ),
 )
 def test_a_quantised_input_is_dequantised_where_eager_does(name, kind, enabled):

@@ -21,7 +21,7 @@ from grouped_layers import (
 )
 from linear_layers import DTYPES, casts, close
 from recipes import RECIPES
-from selection import quickly
+from selection import quickly, sampled
 
 ALL = {"high": lambda: None, **RECIPES}
 
@@ -38,9 +38,7 @@ def check(layer, x, y, wanted, dtype):
         close(grads(layer, "bias"), wanted["db"], dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(("name", "bias", "dtype"), sampled(ALL, [True, False], DTYPES), ids=str)
 def test_whole_step_is_each_experts_product(name, bias, dtype):
     layer = make(dtype=dtype, bias=bias)
     x, grad = inputs(layer, dtype=dtype)
@@ -51,8 +49,9 @@ def test_whole_step_is_each_experts_product(name, bias, dtype):
     check(layer, x, y, wanted, dtype)
 
 
-@pytest.mark.parametrize("splits", [[5], [0], [0, 0, 0], [0, 300], [1] * 65], ids=str)
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(
+    ("name", "splits"), sampled(ALL, [[5], [0], [0, 0, 0], [0, 300], [1] * 65]), ids=str
+)
 def test_splits(name, splits):
     layer = make(len(splits), 32, 16)
     x, grad = inputs(layer, splits)
@@ -148,9 +147,9 @@ def test_return_bias():
     assert torch.equal(bias, single.bias)
 
 
-@pytest.mark.parametrize("kept", ["adjacent", "apart", "single"])
-@pytest.mark.parametrize("later", [False, True], ids=["now", "later"])
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(
+    ("name", "later", "kept"), sampled(ALL, [False, True], ["adjacent", "apart", "single"])
+)
 def test_main_grad(name, later, kept):
     options = {"single_grouped_weight": kept == "single"}
     layer = make(fuse_wgrad_accumulation=True, delay_wgrad_compute=later, **options)
@@ -584,13 +583,18 @@ def test_compiled_whole_with_the_bits_of_eager(name, single):
 @pytest.mark.parametrize(
     ("splits", "error", "words"),
     [
-        ([5, 0, 99], ValueError, "add up to the 14 rows"),
-        ([5, -4, 13], ValueError, "must not be negative"),
+        pytest.param([5, 0, 99], ValueError, "add up to the 14 rows", marks=pytest.mark.slow),
+        pytest.param([5, -4, 13], ValueError, "must not be negative", marks=pytest.mark.slow),
         ([5, 9], ValueError, "one count for each of the 3 experts"),
-        ([5.0, 0.0, 9.0], TypeError, "integers"),
+        pytest.param([5.0, 0.0, 9.0], TypeError, "integers", marks=pytest.mark.slow),
         (torch.tensor([5.9, 0.0, 8.1]), TypeError, "integers"),
-        (torch.tensor([True] * 3), TypeError, "integers"),
-        (torch.tensor([5, 9]), ValueError, "one count for each of the 3 experts"),
+        pytest.param(torch.tensor([True] * 3), TypeError, "integers", marks=pytest.mark.slow),
+        pytest.param(
+            torch.tensor([5, 9]),
+            ValueError,
+            "one count for each of the 3 experts",
+            marks=pytest.mark.slow,
+        ),
         (torch.tensor([5, 0, 3]), RuntimeError, "add up to the rows"),
         (torch.tensor([5, -4, 13]), RuntimeError, "must not be negative"),
     ],

@@ -10,6 +10,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import te_fast.pytorch as te
+from selection import sampled
 from te_fast.errors import DtypeError, ShapeError, StateError
 from te_fast.pytorch.attention.inference import PagedKVCacheManager
 from te_fast.pytorch.graph import set_capture_end, set_capture_start
@@ -74,9 +75,9 @@ STEPS = [
 ]
 
 
-@pytest.mark.parametrize("fmt", ["bshd", "sbhd", "thd"])
-@pytest.mark.parametrize("paged", [False, True])
-@pytest.mark.parametrize("rope", [False, True])
+@pytest.mark.parametrize(
+    ("fmt", "paged", "rope"), sampled(["bshd", "sbhd", "thd"], [False, True], [False, True])
+)
 @torch.no_grad()
 def test_steps_are_whole_sequences(fmt, paged, rope):
     layers = [make(fmt, 1), make(fmt, 2)]
@@ -225,8 +226,7 @@ def test_rows_that_do_not_fit(rows):
         make("bshd")(torch.randn(rows, 2, HIDDEN), inference_params=params)
 
 
-@pytest.mark.parametrize("fmt", ["bshd", "thd"])
-@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize(("fmt", "paged"), sampled(["bshd", "thd"], [False, True]))
 def test_operations_of_a_step_serve_later_steps(fmt, paged):
     """A captured step has nothing of its own sequences: their number, their lengths and their order may change."""
     torch.manual_seed(0)

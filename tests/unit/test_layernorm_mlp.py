@@ -19,6 +19,7 @@ from compound_layers import (
     make,
     step,
 )
+from selection import sampled
 from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from te_fast.state.extra_state import ExtraState, pack, unpack
 
@@ -32,8 +33,7 @@ def mlp(**options):
 # Activations -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("activation", chain.ACTIVATIONS)
+@pytest.mark.parametrize(("activation", "dtype"), sampled(chain.ACTIVATIONS, DTYPES), ids=str)
 def test_activations_in_high_precision(activation, dtype):
     layer = mlp(activation=activation, dtype=dtype)
     assert layer.fc1_weight.shape == (192 if activation in GATED else 96, 64)
@@ -44,8 +44,7 @@ def test_activations_in_high_precision(activation, dtype):
     assert_close({"y": y, **gradients(layer, x)}, wanted, 2 * PRECISE[dtype])
 
 
-@pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("activation", chain.ACTIVATIONS)
+@pytest.mark.parametrize(("activation", "name"), sampled(chain.ACTIVATIONS, RECIPES))
 def test_activations_in_fp8(activation, name):
     layer = mlp(activation=activation)
     x, grad = data(layer)

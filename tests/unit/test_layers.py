@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import te_fast.pytorch as te
+from selection import sampled
 from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format
 from te_fast.errors import DeviceError, DtypeError, ShapeError, StateError, UnsupportedError
 from te_fast.layers.base import TransformerEngineBaseModule
@@ -122,8 +123,7 @@ def test_a_loop_of_ones_own_may_write_through_data(fresh):
 # Arguments ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", [None, *RECIPES])
-@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize(("layer", "recipe"), sampled(LAYERS, [None, *RECIPES]))
 def test_is_first_microbatch_is_taken_by_its_truth(layer, recipe):
     def main_grad(flag, prepare):
         module = prepare(make(layer, fuse_wgrad_accumulation=True))
@@ -245,8 +245,10 @@ def test_an_input_that_cannot_be_read_is_told_apart(layer, recipe):
         run(module, recipe(), X.to_sparse())
 
 
-@pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
-@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize(
+    ("layer", "grad"),
+    sampled(LAYERS, [False, True], quick=[(te.Linear, False), (te.LayerNormLinear, True)]),
+)
 def test_threads_share_a_layer(layer, grad):
     """Threads once failed on a handle that another thread had borrowed while it ran Python code."""
     module, recipe = make(layer), Float8CurrentScaling()

@@ -10,9 +10,11 @@ import pytest
 import torch
 
 import te_fast.pytorch as te
+from selection import sampled
 from te_fast.common.recipe import DelayedScaling
 from te_fast.pytorch import ops
 
+DELAYED = DelayedScaling()
 MODULES = {
     "Linear": lambda: te.Linear(32, 32, device="cpu"),
     "split": lambda: te.Linear(32, 32, parameters_split=("a", "b"), device="cpu"),
@@ -24,10 +26,12 @@ MODULES = {
 }
 
 
-@pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)
-@pytest.mark.parametrize("recipe", [None, DelayedScaling()], ids=["high", "delayed"])
+@pytest.mark.parametrize(
+    ("make", "recipe"),
+    sampled(MODULES, [None, DELAYED], quick=[("Linear", None), ("Sequential", DELAYED)]),
+)
 def test_a_module_that_its_parameters_point_at_is_collected(make, recipe):
-    module = make()
+    module = MODULES[make]()
     for parameter in module.parameters():
         parameter.main_module = module
     x = torch.randn(16, 32, requires_grad=True)

@@ -7,12 +7,15 @@ import te_fast
 import te_fast.pytorch as te
 from linear_layers import DTYPES, close, expected, inputs, make, step
 from recipes import RECIPES, name_of
+from selection import every_pair, sampled
 from te_fast.common.recipe import Float8BlockScaling, Float8CurrentScaling
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(32, 64, 48), (8, 16, 16), (136, 272, 144)], ids=str)
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    ("name", "shape", "dtype"),
+    sampled(RECIPES, [(32, 64, 48), (8, 16, 16), (136, 272, 144)], DTYPES, quick=every_pair),
+    ids=str,
+)
 def test_whole_step_is_the_product_of_quantised_operands(name, shape, dtype):
     rows, ins, outs = shape
     layer = make(ins, outs, dtype)
@@ -166,9 +169,15 @@ def test_attributes_that_change_after_a_forward(fp8):
     close(y, wanted["y"] - bias.double(), torch.bfloat16)
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("view", ["contiguous", "transposed", "strided", "three dimensions"])
+@pytest.mark.parametrize(
+    ("view", "dtype", "bias"),
+    sampled(
+        ["contiguous", "transposed", "strided", "three dimensions"],
+        [torch.float32, torch.float64, torch.bfloat16],
+        [True, False],
+        quick=every_pair,
+    ),
+)
 def test_outside_of_fp8_every_way_of_a_gradient_has_torchs_bits(view, dtype, bias):
     """The products are torch's own, delayed or not, from a strided input or from its contiguous copy."""
     base = {

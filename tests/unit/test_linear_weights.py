@@ -7,6 +7,8 @@ import torch
 
 import te_fast.pytorch as te
 from linear_layers import casts, inputs, make, step
+from recipes import RECIPES
+from selection import sampled
 from te_fast.common.recipe import Float8CurrentScaling
 
 
@@ -39,8 +41,9 @@ def _round_trip(layer):
     layer.bfloat16()
 
 
-@pytest.mark.parametrize("first", [None, False])
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    ("recipe", "change", "first"), sampled(RECIPES, CHANGES, [None, False]), indirect=["recipe"]
+)
 def test_a_stale_weight_is_never_used(recipe, change, first):
     layer = make(bias=True)
     torch.nn.init.zeros_(layer.bias)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from selection import every_pair, sampled
 from te_fast.errors import ShapeError
 from te_fast.pytorch.attention.dot_product_attention import utils
 from te_fast.pytorch.constants import AttnMaskTypes, QKVLayouts
@@ -104,10 +105,16 @@ def masked(kind, queries, keys, window, bottom_right):
     return is_masked
 
 
-@pytest.mark.parametrize("kind", AttnMaskTypes)
-@pytest.mark.parametrize("window", [None, (-1, -1), (1, 0), (1, 2), (0, 0)])
-@pytest.mark.parametrize("bottom_right", [False, True])
-@pytest.mark.parametrize("kind_of", ["self", "cross"])
+@pytest.mark.parametrize(
+    ("kind", "window", "bottom_right", "kind_of"),
+    sampled(
+        AttnMaskTypes,
+        [None, (-1, -1), (1, 0), (1, 2), (0, 0)],
+        [False, True],
+        ["self", "cross"],
+        quick=every_pair,
+    ),
+)
 def test_whole_masks(kind, window, bottom_right, kind_of):
     queries, keys = (5, 5) if kind_of == "self" else (4, 6)
     lengths = [(3, 3), (5, 5)] if kind_of == "self" else [(3, 6), (4, 2)]

@@ -8,6 +8,7 @@ import torch
 import te_fast.pytorch as te
 from quantized_tensors import layout, parts, quantizer, scales_there
 from reference import quantize_per_tensor, reciprocal
+from selection import sampled
 from te_fast import dispatch
 from te_fast.errors import ArgumentError, DeviceError, DtypeError, ShapeError, UnsupportedError
 from te_fast.pytorch.tensor.utils import (
@@ -75,8 +76,7 @@ def weights(values, kind):
     return made
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
-@pytest.mark.parametrize("manual", [False, True])
+@pytest.mark.parametrize(("count", "manual"), sampled([1, 2, 3], [False, True]))
 def test_slices_of_ranks_make_the_bytes_of_the_whole(monkeypatch, count, manual):
     ranks = Ranks(monkeypatch, count)
     initial = [torch.randn(shape).bfloat16() for _ in KINDS for shape in SHAPES]

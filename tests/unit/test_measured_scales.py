@@ -6,12 +6,14 @@ import torch
 import te_fast.pytorch as te
 from measured_scales import ACTIVATIONS, NORMS, SPECIAL, check, check_backward, launches, searches
 from reference import FP8_MAX, amax_of, amax_to_scale, quantized_values
+from selection import sampled
 from te_fast.common.recipe import Float8CurrentScaling
 
 
-@pytest.mark.parametrize("special", SPECIAL)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("kind", [*NORMS, *ACTIVATIONS])
+@pytest.mark.parametrize(
+    ("kind", "dtype", "special"),
+    sampled([*NORMS, *ACTIVATIONS], [torch.bfloat16, torch.float16, torch.float32], SPECIAL),
+)
 def test_a_chain_has_the_bits_of_its_ops(kind, dtype, special):
     check(kind, dtype, "cpu", 40, 96, special)
 
@@ -64,8 +66,9 @@ def test_no_layer_reads_its_norm_or_activation_for_a_maximum(make):
     assert x.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("rows", [16, 136])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("kind", ACTIVATIONS)
+@pytest.mark.parametrize(
+    ("kind", "dtype", "rows"),
+    sampled(ACTIVATIONS, [torch.bfloat16, torch.float16, torch.float32], [16, 136]),
+)
 def test_gradients_have_the_bits_of_ops_apart(kind, dtype, rows):
     check_backward(kind, dtype, "cpu", rows)

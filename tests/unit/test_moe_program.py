@@ -10,10 +10,16 @@ import te_fast
 import te_fast.pytorch as te
 from recipes import RECIPES
 from routed import ALL, EXPERTS, KINDS, TOPK, make, same_bits, step, tensors
+from selection import sampled
 from te_fast.experts import mixture as mixture_module
 from te_fast.runtime import native
 
 TOKENS = 150
+
+
+def option(value):
+    """The id of options in a case."""
+    return next(iter(value)) if isinstance(value, dict) else None
 
 
 def both(given, recipe, steps=1, **options):
@@ -27,8 +33,14 @@ def both(given, recipe, steps=1, **options):
     return results
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    sampled(
+        ALL,
+        KINDS,
+        quick=[("high", "nan"), ("delayed", "empty"), ("current", "zeros"), ("block", "few")],
+    ),
+)
 def test_bits_of_the_parts(name, kind):
     given = tensors(TOKENS, "cpu", kind=kind)
     (mine, states), (theirs, other_states) = both(given, ALL[name](), steps=2)
@@ -48,17 +60,19 @@ def test_rows_without_a_probability_still_have_its_gradient(name):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"bias": True},
-        {"activation": "srelu", "single_grouped_weight": True},
-        {"delay_wgrad_compute": True},
-        {"activation_recompute_in_mlp": True},
-        {"activation": "clamped_qgeglu"},
-    ],
-    ids=lambda options: next(iter(options)),
+    ("name", "options"),
+    sampled(
+        ALL,
+        [
+            {"bias": True},
+            {"activation": "srelu", "single_grouped_weight": True},
+            {"delay_wgrad_compute": True},
+            {"activation_recompute_in_mlp": True},
+            {"activation": "clamped_qgeglu"},
+        ],
+    ),
+    ids=option,
 )
-@pytest.mark.parametrize("name", ALL)
 def test_bits_with_options(name, options):
     if name == "delayed" and "activation_recompute_in_mlp" in options:
         return  # delayed scaling refuses this option
@@ -68,18 +82,24 @@ def test_bits_with_options(name, options):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"interleave": 32},
-        {"interleave": 64},
-        {"delay_wgrad_compute": True},
-        {"activation_recompute_in_mlp": True},
-        {"activation": "situglu"},
-        {"bias": True},
-    ],
-    ids=lambda options: next(iter(options)),
+    ("name", "options"),
+    sampled(
+        RECIPES,
+        [
+            {"interleave": 32},
+            {"interleave": 64},
+            {"delay_wgrad_compute": True},
+            {"activation_recompute_in_mlp": True},
+            {"activation": "situglu"},
+            {"bias": True},
+        ],
+        quick=[
+            ("current", {"interleave": 32}),
+            ("block", {"activation": "situglu"}),
+        ],
+    ),
+    ids=option,
 )
-@pytest.mark.parametrize("name", RECIPES)
 def test_bits_where_the_activation_quantises_in_both_directions(name, options):
     """Half of the first products' columns are whole blocks of 128."""
     if name == "delayed" and "activation_recompute_in_mlp" in options:
@@ -91,8 +111,9 @@ def test_bits_where_the_activation_quantises_in_both_directions(name, options):
         assert all(map(torch.equal, states[::2], other_states[::2]))
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 129])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "tokens"), sampled([torch.float16, torch.float32], [1, 2, 129]), ids=str
+)
 def test_bits_of_other_types_and_sizes(dtype, tokens):
     given = tensors(tokens, "cpu", dtype)
     for name in ("current", "block"):
@@ -106,8 +127,9 @@ def launches(block, which):
     return [text for text, _ in plan[which]]
 
 
-@pytest.mark.parametrize("ffn", [144, 256])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "ffn"), sampled([torch.bfloat16, torch.float16], [144, 256]), ids=str
+)
 def test_rows_are_gathered_and_activated_as_they_are_quantised(dtype, ffn):
     block = make("cpu", dtype, ffn)
     given = tensors(TOKENS, "cpu", dtype)
@@ -258,8 +280,9 @@ def test_under_torch_autocast(name, monkeypatch):
     assert same_bits(*[[y, *grads] for y, _, *grads in results])
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("name", ["high", "delayed", "block"])
+@pytest.mark.parametrize(
+    ("name", "use_reentrant"), sampled(["high", "delayed", "block"], [False, True])
+)
 def test_recomputed_block(name, use_reentrant):
     x, grad, *_ = tensors(24, "cpu")
     results = []

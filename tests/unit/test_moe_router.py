@@ -24,6 +24,7 @@ from routed_blocks import (
     reference,
     tensors,
 )
+from selection import sampled
 from te_fast.runtime import native
 from te_fast.runtime.compiling import is_unseen
 
@@ -57,9 +58,7 @@ def check(block, x, grad):
     return counts
 
 
-@pytest.mark.parametrize("coeff", [0.0, 0.3])
-@pytest.mark.parametrize("dtype", NEAR, ids=str)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "dtype", "coeff"), sampled(WAYS, NEAR, [0.0, 0.3]), ids=str)
 def test_block_is_the_references(way, dtype, coeff):
     block = make(dtype=dtype, aux_loss_coeff=coeff, **WAYS[way])
     counts = check(block, *tensors(dtype=dtype))
@@ -67,15 +66,20 @@ def test_block_is_the_references(way, dtype, coeff):
         assert torch.equal(block.tokens_per_expert, counts)
 
 
-@pytest.mark.parametrize("shape", [(1,), (7,), (2, 3, 5)], ids=str)
-@pytest.mark.parametrize("sizes", [(16, 16, 1, 1), (48, 32, 33, 3), (16, 32, 200, 8)], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "shape"),
+    sampled([(16, 16, 1, 1), (48, 32, 33, 3), (16, 32, 200, 8)], [(1,), (7,), (2, 3, 5)]),
+    ids=str,
+)
 def test_sizes(sizes, shape):
     check(make(sizes=sizes, aux_loss_coeff=0.1), *tensors(shape, hidden=sizes[0]))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("way", ["softmax", "biased groups"])
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(
+    ("name", "way", "dtype"),
+    sampled(ALL, ["softmax", "biased groups"], [torch.bfloat16, torch.float32]),
+    ids=str,
+)
 def test_bits_of_the_parts(name, way, dtype):
     """Result and experts have the bits of a program that gets the router's mask; the router's sums are near FP64."""
     block = make(dtype=dtype, aux_loss_coeff=0.1, **WAYS[way])
@@ -105,9 +109,12 @@ def test_bits_of_the_parts(name, way, dtype):
 
 
 @pytest.mark.parametrize(
-    "frozen", ["router", "experts", "input", "input and router", "but router", "all"]
+    ("name", "frozen"),
+    sampled(
+        ["high", "delayed", "block"],
+        ["router", "experts", "input", "input and router", "but router", "all"],
+    ),
 )
-@pytest.mark.parametrize("name", ["high", "delayed", "block"])
 def test_what_wants_no_gradient_gets_none(name, frozen):
     recipe = ALL[name]()
     x, grad = tensors(dtype=torch.bfloat16)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import norm_reference as ref
+from selection import every_pair, quickly, sampled
 from te_fast import dispatch
 from te_fast.dispatch import NormFunction, NormGradients
 from te_fast.errors import DtypeError, ShapeError
@@ -46,10 +47,13 @@ def check(out, dy, x, gamma, function, add=None):
         assert got is None or ref.near(got, exact, bound), name
 
 
-@pytest.mark.parametrize("function", FUNCTIONS, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("weight", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(37, 24), (5, 1), (1, 7), (3, 131), (2, LONG)], ids=str)
+@pytest.mark.parametrize(
+    ("function", "dtype", "weight", "shape"),
+    sampled(
+        FUNCTIONS, DTYPES, DTYPES, [(37, 24), (5, 1), (1, 7), (3, 131), (2, LONG)], quick=every_pair
+    ),
+    ids=str,
+)
 def test_against_autograd(function, dtype, weight, shape):
     dy, x, gamma, add = make(*shape, dtype, weight)
     for branch in (None, add):
@@ -109,7 +113,7 @@ def test_what_is_not_asked_for_changes_nothing(cols, wanted):
         assert got is None or torch.equal(got, expected)
 
 
-@pytest.mark.parametrize("cols", [64, LONG])
+@pytest.mark.parametrize("cols", quickly([64, LONG], 64, slow=[LONG]))
 def test_threads_do_not_change_the_sums(cols):
     function = FUNCTIONS[0]
     dy, x, gamma, _ = make(700, cols // 4, torch.float32)

@@ -7,6 +7,7 @@ import torch
 
 import norm_reference as ref
 from activation_reference import ARITHMETIC, FP8, assert_fp8_near
+from selection import every_pair, sampled
 from te_fast import dispatch
 from te_fast.dispatch import NormFunction
 from te_fast.errors import DtypeError, ShapeError
@@ -28,10 +29,11 @@ def make(rows, cols, dtype, weight=None, seed=0, offset=0.0):
     return x, gamma, beta
 
 
-@pytest.mark.parametrize("function", FUNCTIONS, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("weight", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(37, 24), (5, 1), (3, 131), (1, 2000)], ids=str)
+@pytest.mark.parametrize(
+    ("function", "dtype", "weight", "shape"),
+    sampled(FUNCTIONS, DTYPES, DTYPES, [(37, 24), (5, 1), (3, 131), (1, 2000)], quick=every_pair),
+    ids=str,
+)
 def test_against_fp64(function, dtype, weight, shape):
     x, gamma, beta = make(*shape, dtype, weight)
     for bias in (None, beta):
@@ -67,11 +69,18 @@ def test_a_large_mean_does_not_cancel(function):
     assert ref.near(out.high_precision, y, ref.tolerance(x, gamma, function, beta))
 
 
-@pytest.mark.parametrize("function", FUNCTIONS, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
-@pytest.mark.parametrize("layouts", [(True, False), (False, True), (True, True)], ids=str)
-@pytest.mark.parametrize("shape", [(35, 24), (16, 7), (1, 129)], ids=str)
+@pytest.mark.parametrize(
+    ("function", "dtype", "fmt", "layouts", "shape"),
+    sampled(
+        FUNCTIONS,
+        DTYPES,
+        ["e4m3", "e5m2"],
+        [(True, False), (False, True), (True, True)],
+        [(35, 24), (16, 7), (1, 129)],
+        quick=every_pair,
+    ),
+    ids=str,
+)
 def test_fp8(function, dtype, fmt, layouts, shape):
     x, gamma, beta = make(*shape, dtype, seed=3)
     scale, amax = torch.tensor([9.5]), torch.tensor([0.125])
@@ -134,10 +143,13 @@ def test_peculiar_rows(function):
     assert amax.item() == y[y.isfinite()].abs().max().item()
 
 
-@pytest.mark.parametrize("function", FUNCTIONS, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
-@pytest.mark.parametrize("cols", [24, 131, 512])
+@pytest.mark.parametrize(
+    ("function", "dtype", "bad", "cols"),
+    sampled(
+        FUNCTIONS, DTYPES[1:], [torch.inf, -torch.inf, torch.nan], [24, 131, 512], quick=every_pair
+    ),
+    ids=str,
+)
 def test_a_16_bit_row_with_an_infinity_is_nan(function, dtype, bad, cols):
     """The GPU gives NaN too: its sum of squares of such a row is infinity minus infinity times a mean of zero."""
     x, gamma, _ = make(5, cols, dtype)

@@ -9,6 +9,7 @@ import torch
 import ops_reference as ref
 import te_fast.pytorch as te
 from ops_reference import leaf
+from selection import every_pair, sampled
 from te_fast.common.recipe import DelayedScaling, Float8CurrentScaling
 from te_fast.errors import (
     ArgumentError,
@@ -89,15 +90,20 @@ def compare(op, formula, inputs, dtype, slack=1.0):
         close(got.grad, want.grad, got.dtype, slack)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", UNARY)
+@pytest.mark.parametrize(
+    ("name", "dtype", "way"),
+    sampled(UNARY, DTYPES, ["native", "python"], quick=every_pair),
+    indirect=["way"],
+)
 def test_activation(name, dtype, way):
     compare(way(getattr(ops, name)()), UNARY[name], [leaf(5, 3, 24, dtype=dtype, scale=2)], dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("interleave", [None, 1, 4, 8])
-@pytest.mark.parametrize("name", GATED)
+@pytest.mark.parametrize(
+    ("name", "interleave", "dtype", "way"),
+    sampled(GATED, [None, 1, 4, 8], DTYPES, ["native", "python"], quick=every_pair),
+    indirect=["way"],
+)
 def test_gated_activation(name, interleave, dtype, way):
     op = way(getattr(ops, name)(glu_interleave_size=interleave))
     x = leaf(5, 3, 32, dtype=dtype, scale=4)
@@ -118,9 +124,11 @@ def test_constants_of_activations(way):
     compare(op, lambda x: ref.situ_glu(x, None, 1.5, 3.0), [x], torch.float32)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("interleave", [None, 4])
-@pytest.mark.parametrize("name", SCALED)
+@pytest.mark.parametrize(
+    ("name", "interleave", "dtype", "way"),
+    sampled(SCALED, [None, 4], DTYPES, ["native", "python"], quick=every_pair),
+    indirect=["way"],
+)
 def test_scaled_activation(name, interleave, dtype, way):
     formula = SCALED[name]
     options = {} if name == "ScaledSReLU" else {"glu_interleave_size": interleave}
@@ -142,9 +150,9 @@ EXACT = {
 }
 
 
-@pytest.mark.parametrize("rows", [6, 0])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize(
+    ("name", "dtype", "rows"), sampled(EXACT, DTYPES, [6, 0], quick=every_pair)
+)
 def test_python_methods_have_the_bits_of_the_native_program(name, dtype, rows):
     op = EXACT[name](dtype)
     inputs = [leaf(3, rows, 64, dtype=dtype, scale=2)]
@@ -190,9 +198,11 @@ def test_cached_input_is_rounded_to_fp8(op, way):
     close(x.grad, other.grad, torch.bfloat16, slack=2)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("zero_centered", [False, True])
-@pytest.mark.parametrize("cols", [1, 17, 64, 1000])
+@pytest.mark.parametrize(
+    ("cols", "zero_centered", "dtype", "way"),
+    sampled([1, 17, 64, 1000], [False, True], DTYPES, ["native", "python"], quick=every_pair),
+    indirect=["way"],
+)
 def test_norms(cols, zero_centered, dtype, way):
     for name, formula in (("LayerNorm", ref.layer_norm), ("RMSNorm", ref.rms_norm)):
         op = getattr(ops, name)(
@@ -587,9 +597,11 @@ PARAMETRIC = {
 }
 
 
-@pytest.mark.parametrize("weight_type", DTYPES)
-@pytest.mark.parametrize("input_type", DTYPES)
-@pytest.mark.parametrize("name", PARAMETRIC)
+@pytest.mark.parametrize(
+    ("name", "input_type", "weight_type", "way"),
+    sampled(PARAMETRIC, DTYPES, DTYPES, ["native", "python"], quick=every_pair),
+    indirect=["way"],
+)
 def test_linear_and_norms_compute_in_the_type_of_their_weights(name, input_type, weight_type, way):
     make, formula = PARAMETRIC[name]
     op = make(device="cpu", dtype=weight_type)

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import ops_reference as ref
 from ops_reference import ROUNDING, close, compare, leaf, randomise
 from products import check_types
+from selection import quickly
 from te_fast import dispatch
 from te_fast.errors import ShapeError, StateError
 from te_fast.pytorch import ops
@@ -302,6 +303,15 @@ def test_a_saved_tensor_that_was_written_to_is_noticed():
         y.sum().backward()
 
 
+@pytest.mark.parametrize(
+    "between",
+    quickly(
+        ["native", "python", "plain module"],
+        "plain module",
+        slow=["native", "python", "plain module"],
+    ),
+    indirect=True,
+)
 def test_nothing_outlives_backward(between):
     module = mlp(torch.float32, *between)
     x = leaf(8, 16)
@@ -313,6 +323,13 @@ def test_nothing_outlives_backward(between):
     assert alive() is None
 
 
+@pytest.mark.parametrize(
+    "between",
+    quickly(
+        ["native", "python", "plain module"], "native", slow=["native", "python", "plain module"]
+    ),
+    indirect=True,
+)
 @pytest.mark.filterwarnings("ignore")  # dynamo's own code causes warnings
 def test_torch_compile_is_right_where_it_may_break_the_graph(between):
     module = mlp(torch.float32, *between)

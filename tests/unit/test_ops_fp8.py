@@ -13,6 +13,7 @@ import te_fast
 import te_fast.pytorch as te
 from compound_layers import QUANTIZED, assert_close
 from ops_reference import leaf, randomise
+from selection import sampled
 from te_fast import dispatch
 from te_fast.common.recipe import (
     CustomRecipe,
@@ -117,9 +118,16 @@ def test_linear_chain(recipe, between):
     compare(*linears(*between), recipe, bound=HAND_OVER * 4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("activation", ["GELU", "SiLU", "ReLU", "SReLU", "SwiGLU", "GEGLU"])
+@pytest.mark.parametrize(
+    ("name", "activation", "dtype", "between"),
+    sampled(
+        RECIPES,
+        ["GELU", "SiLU", "ReLU", "SReLU", "SwiGLU", "GEGLU"],
+        [torch.float32, torch.bfloat16],
+        ["native", "python"],
+    ),
+    indirect=["between"],
+)
 def test_mlp(name, activation, dtype, between):
     """Plain torch quantises the reference's operands, as in tests of :class:`te_fast.pytorch.LayerNormMLP`."""
     options = {"device": "cpu", "dtype": dtype}
@@ -152,7 +160,11 @@ def test_mlp(name, activation, dtype, between):
     assert_close({"y": y, "dx": x.grad, **found}, wanted, 0.1 if jumps else QUANTIZED[dtype])
 
 
-@pytest.mark.parametrize("activation", ["GELU", "QGELU", "SiLU", "ReLU", "SwiGLU", "ReGLU"])
+@pytest.mark.parametrize(
+    ("recipe", "activation", "between"),
+    sampled(RECIPES, ["GELU", "QGELU", "SiLU", "ReLU", "SwiGLU", "ReGLU"], ["native", "python"]),
+    indirect=["recipe", "between"],
+)
 def test_a_chain_is_what_its_ops_are_alone(recipe, activation, between):
     """Results differ where a value that is not rounded to BF16 first rounds to the neighbouring FP8 value."""
     gated = activation.endswith("GLU")
@@ -633,9 +645,20 @@ def growing_steps(chain, recipe, cols):
     return results
 
 
-@pytest.mark.parametrize("native", [True, False])
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize(("forward", "backward"), [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize(
+    ("recipe", "forward", "backward", "bias", "native"),
+    sampled(
+        RECIPES,
+        [
+            pytest.param(True, False),
+            pytest.param(False, True),
+            pytest.param(True, True),
+        ],
+        [True, False],
+        [True, False],
+    ),
+    indirect=["recipe"],
+)
 def test_linear_ops_beside_quantize_round(recipe, forward, backward, bias, native):
     """Quantize beside a linear op uses the linear op's own quantisation; two scales would saturate twice."""
     options = {"device": "cpu", "dtype": torch.bfloat16, "bias": bias}

@@ -25,7 +25,7 @@ LAST = (
 OF_TWO = tuple(name for name in scenes.functions if name not in LAST)
 OF_GRAPHS = tuple(compiled_scenes.functions)
 OF_ATTENTION = tuple(attention_scenes.functions)
-OF_FOUR = ("layernorm_mlp", "scales_are_those_of_one_rank")
+OF_FOUR = ("layernorm_mlp", "layernorm_mlp_with_options", "scales_are_those_of_one_rank")
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +56,7 @@ def of_attention(request, fresh, tmp_path_factory):
         "steps_of_delayed_scaling",
         "ranks_that_disagree",
         "bad_input",
+        slow=["layernorm_mlp_with_options"],
     ),
 )
 def test_two_ranks(of_two, scene):
@@ -97,6 +98,6 @@ def test_four_ranks(of_four, scene):
     assert [rank.get(scene, "did not run") for rank in of_four] == [""] * 4
 
 
-@pytest.mark.parametrize("last", LAST)
+@pytest.mark.parametrize("last", quickly(LAST, *LAST[:2], slow=LAST[2:]))
 def test_a_rank_that_stops(fresh, tmp_path, last):
     assert run(fresh, tmp_path, "parallel_rank", 2, [last]) == [{last: ""}] * 2

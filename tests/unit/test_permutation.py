@@ -19,6 +19,7 @@ from permutation_reference import (
     permute_reference,
     rows_of,
 )
+from selection import every_pair, sampled
 from te_fast.errors import DtypeError, ShapeError, UnsupportedError
 from te_fast.pytorch import permutation
 
@@ -64,9 +65,10 @@ def test_permute_with_probs(dtype, mask_dtype):
     check_map(case, same_map)
 
 
-@pytest.mark.parametrize("kind", ["random", "one", "none", "all", "holes"])
-@pytest.mark.parametrize("align", [1, 4, 16])
-@pytest.mark.parametrize("extra", [-7, 0, 11])
+@pytest.mark.parametrize(
+    ("kind", "align", "extra"),
+    sampled(["random", "one", "none", "all", "holes"], [1, 4, 16], [-7, 0, 11], quick=every_pair),
+)
 def test_permute_and_pad_capacity(kind, align, extra):
     case = make_case(29, 8, 2, 6, kind=kind, zeros=True)
     total = permute_reference(case, align, None)[0].size(0)

@@ -16,6 +16,7 @@ import te_fast.pytorch as te
 from chains import CHAINS, case, results
 from recipes import name_of
 from reference import QuantizedLinear
+from selection import sampled
 from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from te_fast.errors import DtypeError, ShapeError, StateError, UnsupportedError
 from te_fast.runtime import native
@@ -35,8 +36,9 @@ def test_high_precision_is_torch(name: str) -> None:
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("name", [name for name in CHAINS if "linear" in str(CHAINS[name])])
+@pytest.mark.parametrize(
+    ("name", "recipe"), sampled([name for name in CHAINS if "linear" in str(CHAINS[name])], RECIPES)
+)
 def test_fp8_is_the_products_of_quantised_operands(name: str, recipe: Any) -> None:
     chain, x, extras, grads = case(CHAINS[name])
     wide = case(CHAINS[name])[0].double()
@@ -159,7 +161,10 @@ def te_counters() -> dict[str, int]:
     return dict(native.counters())
 
 
-@pytest.mark.parametrize("recipe", [None, *RECIPES])
+@pytest.mark.parametrize(
+    "recipe",
+    [None, RECIPES[0], *(pytest.param(one, marks=pytest.mark.slow) for one in RECIPES[1:])],
+)
 def test_main_grad_and_delayed_weight_gradients(recipe: Any) -> None:
     chain, x, _, grads = case(CHAINS["three"])
     enabled = recipe is not None

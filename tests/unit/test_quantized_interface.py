@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import te_fast.pytorch as te
+from selection import every_pair, sampled
 from te_fast.errors import (
     ArgumentError,
     DtypeError,
@@ -69,9 +70,15 @@ def test_a_storage_is_viewed_in_another_shape(kind):
                 made.view(size)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("layouts", [(True, True), (True, False), (False, True)])
-@pytest.mark.parametrize("shape", [(256, 384), (2, 100, 130)])
+@pytest.mark.parametrize(
+    ("kind", "layouts", "shape"),
+    sampled(
+        KINDS,
+        [(True, True), (True, False), (False, True)],
+        [(256, 384), (2, 100, 130)],
+        quick=every_pair,
+    ),
+)
 def test_specs_are_the_inner_tensors_that_a_quantizer_makes(kind, layouts, shape):
     maker = quantizer(kind)
     maker.set_usage(rowwise=layouts[0], columnwise=layouts[1])

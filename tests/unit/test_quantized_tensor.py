@@ -11,6 +11,7 @@ import torch
 import te_fast.pytorch as te
 from quantized_tensors import FP8, KINDS, layout, parts, quantizer, scales_there, values
 from reference import amax_of
+from selection import sampled
 from te_fast.errors import (
     ArgumentError,
     DeviceError,
@@ -52,8 +53,7 @@ def check_layouts(tensor, x, kind, fmt="e4m3", *, rowwise=True, columnwise=True)
 # Quantising --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("fmt", FP8)
+@pytest.mark.parametrize(("kind", "shape", "fmt"), sampled(KINDS, SHAPES, FP8), indirect=["kind"])
 def test_bytes_and_scales_are_those_of_the_formulas(kind, shape, fmt):
     for dtype in DTYPES:
         x = sample(shape, dtype)

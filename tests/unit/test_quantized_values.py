@@ -13,6 +13,7 @@ import te_fast.pytorch as te
 from quantized_tensors import layout, parts, quantizer, scales_there
 from recipes import RECIPES, name_of
 from reference import quantize_per_tensor, reciprocal, to_fp8_bytes
+from selection import sampled
 from te_fast import dispatch
 from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from te_fast.errors import QuantizedTensorError, StateError, UnsupportedError
@@ -619,9 +620,11 @@ def test_a_gradient_is_what_the_layer_before_would_make_of_it(recipe):
         assert torch.equal(*scales_there(found_scales, scales))
 
 
-@pytest.mark.parametrize("columnwise", [False, True])
-@pytest.mark.parametrize("options", [{}, {"delay_wgrad_compute": True}])
-@pytest.mark.parametrize("rows", [32, 40])
+@pytest.mark.parametrize(
+    ("rows", "options", "columnwise", "recipe"),
+    sampled([32, 40], [{}, {"delay_wgrad_compute": True}], [False, True], RECIPES),
+    indirect=["recipe"],
+)
 def test_backward_multiplies_a_gradient_as_it_comes(rows, options, columnwise, recipe, monkeypatch):
     name = name_of(recipe)
     if name == "block" and (not columnwise or options):

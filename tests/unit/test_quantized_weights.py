@@ -10,6 +10,8 @@ import torch
 
 import te_fast.pytorch as te
 from quantized_tensors import forbid_dispatch, parts
+from recipes import RECIPES
+from selection import sampled
 from te_fast import dispatch
 from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from te_fast.errors import DtypeError, StateError, UnsupportedError
@@ -66,6 +68,9 @@ def make(request):
     return MAKERS[request.param]
 
 
+EACH = pytest.mark.parametrize(("make", "recipe"), sampled(MAKERS, RECIPES), indirect=True)
+
+
 def quantized(make, recipe, **options):
     with te.quantized_model_init(recipe=recipe, **options):
         return make()
@@ -96,6 +101,7 @@ def _first_columns(noise, y):
     return noise[:, : y.shape[-1]]
 
 
+@EACH
 def test_steps_are_those_of_weights_in_high_precision(make, recipe):
     mine, plain = both(make, recipe)
     for seed in range(3):
@@ -117,6 +123,7 @@ def test_steps_are_those_of_weights_in_high_precision(make, recipe):
                 parameter.grad = other.grad = None
 
 
+@EACH
 def test_a_step_never_enters_torch_dispatch(make, recipe, monkeypatch):
     module = quantized(make, recipe)
     x = torch.randn(32, 128).bfloat16()
@@ -129,6 +136,7 @@ def test_a_step_never_enters_torch_dispatch(make, recipe, monkeypatch):
     assert dispatch.counters()["weight_casts"] == 0
 
 
+@EACH
 def test_layouts_and_memory(make, recipe):
     for grads in (True, False):
         with torch.set_grad_enabled(grads):
@@ -148,6 +156,7 @@ def test_layouts_and_memory(make, recipe):
     assert sum(sizes) <= 0.55 * whole
 
 
+@EACH
 def test_the_column_layout_is_made_where_backward_wants_it(make, recipe):
     torch.manual_seed(1)
     with torch.no_grad():
@@ -215,7 +224,11 @@ def test_bytes_written_by_hand_make_the_transposed_ones_anew(recipe, former):
     torch.testing.assert_close(dx, expected[1], rtol=0.02, atol=0.02)
 
 
-@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}])
+@pytest.mark.parametrize(
+    ("make", "recipe", "options"),
+    sampled(MAKERS, RECIPES, [{}, {"foreach": True}, {"fused": True}]),
+    indirect=["make", "recipe"],
+)
 def test_optimizers_step_on_the_weights(make, recipe, options):
     module = quantized(make, recipe)
     step(module, torch.randn(32, 128).bfloat16(), recipe, torch.randn_like)
@@ -280,6 +293,7 @@ def test_another_length_of_history_is_told_once(name):
                 plain(x)
 
 
+@EACH
 def test_outside_of_regions_weights_are_dequantised(make, recipe):
     module, x = quantized(make, recipe), torch.randn(32, 128).bfloat16()
     plain = make()
@@ -301,6 +315,7 @@ def test_outside_of_regions_weights_are_dequantised(make, recipe):
         assert torch.equal(got, expected)
 
 
+@EACH
 def test_state_dicts_load_both_ways(make, recipe):
     module, plain = quantized(make, recipe), make()
     x = torch.randn(32, 128).bfloat16()
@@ -341,6 +356,7 @@ def test_checkpoints_in_high_precision_load_with_their_scales():
         assert torch.equal(layer(x), plain(x))
 
 
+@EACH
 def test_copies_and_moves(make, recipe):
     module, x = quantized(make, recipe), torch.randn(32, 128).bfloat16()
     weight = next(p for p in module.parameters() if is_quantized(p))
@@ -435,6 +451,7 @@ def test_recomputation(recipe):
         assert torch.equal(got, expected)
 
 
+@EACH
 def test_nothing_and_padding(make, recipe):
     module = quantized(make, recipe)
     former = dispatch.auto_pad()

@@ -7,6 +7,7 @@ import torch
 
 import te_fast.pytorch as te
 from attention_reference import F64, rotate
+from selection import every_pair, sampled
 from te_fast.errors import ArgumentError, DeviceError, DtypeError, ShapeError, UnsupportedError
 from te_fast.pytorch.attention.rope import apply_fused_qkv_rotary_pos_emb, apply_rotary_pos_emb
 from te_fast.runtime.compiling import CAN_COMPILE
@@ -52,11 +53,17 @@ def positions_of(fmt, starts, ends):
     return grid[..., None] if fmt == "bshd" else grid.T[..., None]
 
 
-@pytest.mark.parametrize("fmt", ["sbhd", "bshd", "thd"])
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("starts", [None, [0, 4, 7]])
-@pytest.mark.parametrize("width", [D, 4])
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(
+    ("fmt", "interleaved", "starts", "width", "fused"),
+    sampled(
+        ["sbhd", "bshd", "thd"],
+        [False, True],
+        [None, [0, 4, 7]],
+        [D, 4],
+        [False, True],
+        quick=every_pair,
+    ),
+)
 def test_rotation(fmt, interleaved, starts, width, fused):
     shape = {"sbhd": (S, B, H, D), "bshd": (B, S, H, D), "thd": (7, H, D)}[fmt]
     t = torch.randn(shape, dtype=F64, requires_grad=True)
@@ -173,8 +180,10 @@ def test_ranks_that_share_the_product_of_queries_keys_and_values():
 
 
 @compiles
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("width", [D, 4])
+@pytest.mark.parametrize(
+    ("width", "dtype"),
+    sampled([D, 4], [torch.float32, torch.bfloat16], quick=[(4, torch.bfloat16)]),
+)
 def test_a_graph_has_the_gradients_of_eager(width, dtype):
     # Between differentiable operations: torch 2.11 lost the gradient there.
     of_t, factor = angles(dim=width), torch.randn(D, dtype=dtype)

@@ -9,16 +9,17 @@ import te_fast
 import te_fast.pytorch as te
 from attention_reference import rotate_exactly
 from rope_cases import DTYPES, SIZES, check, check_unrotated, randoms, same
+from selection import sampled
 from te_fast.attention.rope import Heads, _waves, split_rotated
 from te_fast.errors import ShapeError
 from te_fast.pytorch.attention.rope import apply_rotary_pos_emb
 from te_fast.runtime.compiling import CAN_COMPILE
 
 
-@pytest.mark.parametrize(("heads", "width"), SIZES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "width", "dtype", "interleaved", "in_place"),
+    sampled([pytest.param(*case) for case in SIZES], DTYPES, [False, True], [False, True]),
+)
 def test_the_product_of_queries_keys_and_values(heads, width, dtype, interleaved, in_place):
     for grouped in (False, True):
         own = heads._replace(is_grouped=grouped)

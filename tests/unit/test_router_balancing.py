@@ -10,6 +10,7 @@ import torch
 
 import te_fast
 from graphs import needs_compile
+from selection import every_value, quickly, sampled
 from te_fast import dispatch
 from te_fast.moe import balancing, choice
 from te_fast.pytorch import router
@@ -84,9 +85,18 @@ def special(tokens, experts):
     return x
 
 
-@pytest.mark.parametrize("by", ["kernel", "torch"])
-@pytest.mark.parametrize("case", BOUNDS)
-@pytest.mark.parametrize("experts", [2, 33, 130])
+@pytest.mark.parametrize(
+    ("experts", "case", "by"),
+    sampled(
+        [2, 33, 130],
+        BOUNDS,
+        ["kernel", "torch"],
+        quick=[
+            (130, "odd", "torch"),
+            *((33, *case) for case in every_value(BOUNDS, ["kernel", "torch"])),
+        ],
+    ),
+)
 def test_bins_have_the_bits_of_float32(experts, case, by, monkeypatch):
     bounds = torch.tensor(BOUNDS[case])
     x = special(9, experts)
@@ -369,7 +379,7 @@ def test_modes_have_transformer_engines_names_and_numbers():
 
 
 @needs_compile
-@pytest.mark.parametrize("experts", [40, 1500])
+@pytest.mark.parametrize("experts", quickly([40, 1500], 40, slow=[40, 1500]))
 def test_compiled_with_the_bits_of_eager(experts):
     def run(x, bias, histogram, bounds, indices):
         first, chosen = call(x, 3, bias, histogram, bounds)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import te_fast.pytorch as te
+from selection import sampled
 from te_fast.common.recipe import Float8CurrentScaling
 from te_fast.errors import UnsupportedError
 from te_fast.pytorch import ops
@@ -59,8 +60,7 @@ def _tokens(rows=16):
     return x.requires_grad_()
 
 
-@pytest.mark.parametrize("in_fp8", [False, True])
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize(("kind", "in_fp8"), sampled(LAYERS, [False, True]))
 def test_a_second_derivative_is_refused_by_name(kind, in_fp8):
     make, name = LAYERS[kind]
     layer, x = make(), _tokens()

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import te_fast.pytorch as te
+from selection import every_pair, sampled
 from te_fast import tex
 from te_fast.errors import DeviceError, MissingError, UnsupportedError
 from te_fast.tex.missing import NAMES
@@ -106,9 +107,10 @@ def differentiated(name, x, dy):
     return y.detach(), at.grad
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(5, 32), (2, 3, 16), (0, 16), (1, 2)])
-@pytest.mark.parametrize("name", list(FUNCTIONS))
+@pytest.mark.parametrize(
+    ("name", "shape", "dtype"),
+    sampled(list(FUNCTIONS), [(5, 32), (2, 3, 16), (0, 16), (1, 2)], DTYPES, quick=every_pair),
+)
 def test_activations(name, shape, dtype):
     forward, backward = PAIRS[name]
     x = (2 * random(*shape, dtype=dtype)).requires_grad_()
@@ -124,9 +126,15 @@ def test_activations(name, shape, dtype):
     close(got, grad, dtype)
 
 
-@pytest.mark.parametrize("name", ["gelu", "qgelu", "relu", "srelu", "silu"])
-@pytest.mark.parametrize("make", [lambda: None, current, delayed, blocks])
-@pytest.mark.parametrize("rows", [16, 3, 0])
+@pytest.mark.parametrize(
+    ("name", "make", "rows"),
+    sampled(
+        ["gelu", "qgelu", "relu", "srelu", "silu"],
+        [lambda: None, current, delayed, blocks],
+        [16, 3, 0],
+        quick=every_pair,
+    ),
+)
 def test_activations_with_bias_and_quantizer(name, make, rows):
     x, dy = random(rows, 128, dtype=torch.bfloat16), random(rows, 128, dtype=torch.bfloat16, seed=1)
     quantizer = make()
@@ -143,10 +151,16 @@ def test_activations_with_bias_and_quantizer(name, make, rows):
         torch.testing.assert_close(grad.dequantize().double(), want, atol=0.05, rtol=0.15)
 
 
-@pytest.mark.parametrize("rows", [16, 6])
-@pytest.mark.parametrize("columnwise", [True, False])
-@pytest.mark.parametrize("make", [current, delayed, blocks])
-@pytest.mark.parametrize("call", ["gelu", "swiglu", "dswiglu", "rmsnorm", "layernorm"])
+@pytest.mark.parametrize(
+    ("call", "make", "columnwise", "rows"),
+    sampled(
+        ["gelu", "swiglu", "dswiglu", "rmsnorm", "layernorm"],
+        [current, delayed, blocks],
+        [True, False],
+        [16, 6],
+        quick=every_pair,
+    ),
+)
 def test_quantised_results(call, make, columnwise, rows):
     """Those that the kernel casts, and those of a second pass, are the quantised FP32 result."""
     x, gamma = random(rows, 256), random(256, seed=2)
@@ -178,9 +192,10 @@ def test_quantised_results(call, make, columnwise, rows):
         assert quantizer.amax > 0
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("zero_centered", [False, True])
-@pytest.mark.parametrize("shape", [(5, 64), (2, 3, 32), (0, 16), (1, 8)])
+@pytest.mark.parametrize(
+    ("shape", "zero_centered", "dtype"),
+    sampled([(5, 64), (2, 3, 32), (0, 16), (1, 8)], [False, True], DTYPES, quick=every_pair),
+)
 def test_norms(shape, zero_centered, dtype):
     cols = shape[-1]
     x, dz, add = (random(*shape, dtype=dtype, seed=seed) for seed in (0, 1, 2))
@@ -411,9 +426,15 @@ def adam_of(g, p, m, v, *, lr, betas, eps, step, decay, mode, corrects):
     return p - lr * update, m, v
 
 
-@pytest.mark.parametrize("mode", [0, 1])
-@pytest.mark.parametrize("corrects", [0, 1])
-@pytest.mark.parametrize("kind", ["plain", "master", "bfloat16", "capturable", "capturable_master"])
+@pytest.mark.parametrize(
+    ("kind", "corrects", "mode"),
+    sampled(
+        ["plain", "master", "bfloat16", "capturable", "capturable_master"],
+        [0, 1],
+        [0, 1],
+        quick=every_pair,
+    ),
+)
 def test_adam(kind, corrects, mode):
     low = torch.bfloat16 if kind in ("master", "bfloat16", "capturable_master") else torch.float32
     shapes = [(5, 7), (3,), (1, 1)]

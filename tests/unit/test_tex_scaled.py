@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import te_fast.pytorch as te
+from selection import every_pair, sampled
 from te_fast import tex
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -48,10 +49,10 @@ def halves(x, interleave):
     return blocks[..., 0, :].flatten(-2), blocks[..., 1, :].flatten(-2)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("interleave", [0, 8])
-@pytest.mark.parametrize("shape", [(6, 64), (2, 3, 32), (0, 32)])
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize(
+    ("name", "shape", "interleave", "dtype"),
+    sampled(list(CASES), [(6, 64), (2, 3, 32), (0, 32)], [0, 8], DTYPES, quick=every_pair),
+)
 def test_gated_functions(name, shape, interleave, dtype):
     formula, forward, backward = CASES[name]
     x, factors = 3 * random(*shape, dtype=dtype), random(*shape[:-1], seed=1)

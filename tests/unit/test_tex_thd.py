@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from selection import every_pair, sampled
 from te_fast import tex
 
 #: Beginnings of sequences whose lengths are multiples of 8: of several, one, some empty.
@@ -104,10 +105,16 @@ def test_log_sum_exps(bounds, total, packed):
     torch.testing.assert_close(lse, corrected, equal_nan=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("only_second_half", [False, True])
-@pytest.mark.parametrize(("bounds", "total"), CASES)
+@pytest.mark.parametrize(
+    ("bounds", "total", "only_second_half", "packed", "dtype"),
+    sampled(
+        [pytest.param(*case) for case in CASES],
+        [False, True],
+        [True, False],
+        [torch.float32, torch.bfloat16],
+        quick=every_pair,
+    ),
+)
 def test_results_of_steps(bounds, total, only_second_half, packed, dtype):
     count = total // 2 if only_second_half else total
     out, step = random(total, 3, 8, dtype=dtype), random(count, 3, 8, dtype=dtype, seed=1)

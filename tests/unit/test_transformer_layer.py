@@ -10,7 +10,8 @@ from torch.overrides import TorchFunctionMode
 
 import te_fast.pytorch as te
 from attention_reference import attend_one, attends
-from selection import quickly
+from recipes import RECIPES
+from selection import quickly, sampled
 from te_fast.attention.multi_head import is_fresh
 from te_fast.errors import ArgumentError, DeviceError, DtypeError, ShapeError, UnsupportedError
 from te_fast.runtime.compiling import CAN_COMPILE
@@ -44,8 +45,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("rope", [False, True])
+@pytest.mark.parametrize(("name", "rope"), sampled(OPTIONS, [False, True]))
 def test_layer(name, rope):
     layer = make(**OPTIONS[name])
     if name == "drop path":
@@ -59,9 +59,9 @@ def test_layer(name, rope):
     compare(layer, x, out, plain, plain(wide, kind, angles))
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("post", [False, True])
-@pytest.mark.parametrize("groups", [None, 2])
+@pytest.mark.parametrize(
+    ("fused", "post", "groups"), sampled([False, True], [False, True], [None, 2])
+)
 def test_decoder(fused, post, groups):
     layer = make(
         layer_type="decoder",
@@ -139,8 +139,11 @@ def gradients(layer, x, grad, recipe, **options):
     return [out.detach(), x.grad.clone(), *(p.grad.clone() for p in layer.parameters())]
 
 
-@pytest.mark.parametrize("options", ["as it is", "llama", "fused"])
-@pytest.mark.parametrize("first", [None, True])
+@pytest.mark.parametrize(
+    ("recipe", "options", "first"),
+    sampled(RECIPES, ["as it is", "llama", "fused"], [None, True]),
+    indirect=["recipe"],
+)
 def test_one_program_is_what_the_layers_are(recipe, options, first):
     layer = make(**OPTIONS[options])
     other = parted(layer, **OPTIONS[options])
@@ -285,9 +288,14 @@ def test_no_packed_tokens(sequences):
     assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in layer.parameters())
 
 
-@pytest.mark.parametrize("fmt", ["sbhd", "bshd"])
-@pytest.mark.parametrize("name", ["as it is", "fused", "groups, fused", "heads of RMS", "seen"])
-@pytest.mark.parametrize("kind", ["causal", "padding"])
+@pytest.mark.parametrize(
+    ("fmt", "name", "kind"),
+    sampled(
+        ["sbhd", "bshd"],
+        ["as it is", "fused", "groups, fused", "heads of RMS", "seen"],
+        ["causal", "padding"],
+    ),
+)
 def test_no_sequences(fmt, name, kind):
     layer = make(attn_input_format=fmt, **OPTIONS.get(name, {}))
     if name == "seen":

@@ -11,6 +11,7 @@ from torch.nn import functional
 import te_fast.pytorch as te
 from graphs import needs_compile
 from recipes import RECIPES
+from selection import sampled
 from te_fast.pytorch import ops
 
 E4M3 = te.DType.kFloat8E4M3
@@ -125,7 +126,7 @@ OPERATIONS = {
 }
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize(("operation", "name"), sampled(OPERATIONS, QUANTIZERS), indirect=["name"])
 def test_operations_compute_with_the_values_that_forward_reads(operation, name):
     make, reference = OPERATIONS[operation]
     agree(make(), reference, name, ROWS, WIDTH)
@@ -162,7 +163,9 @@ def test_extra_inputs(name):
     assert torch.equal(tensor.grad, torch.ones(16, 32))
 
 
-@pytest.mark.parametrize("recipe", [*RECIPES, None])
+@pytest.mark.parametrize(
+    ("recipe", "name"), sampled([*RECIPES, None], QUANTIZERS), indirect=["name"]
+)
 def test_a_fused_chain_reads_the_values(recipe, name):
     """As on a plain tensor of the values; other tests compare these with torch."""
     region = RECIPES[recipe]() if recipe else None
@@ -281,7 +284,15 @@ def test_padding_and_back(name, as_tensor):
 # Compiled functions and weights -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("operation", ["LayerNorm", "GELU", "chain"])
+@pytest.mark.parametrize(
+    ("operation", "name"),
+    sampled(
+        ["LayerNorm", "GELU", "chain"],
+        QUANTIZERS,
+        quick=[("chain", "identity")],
+    ),
+    indirect=["name"],
+)
 @needs_compile
 def test_compiled_operations(operation, name):
     make, reference = OPERATIONS[operation]
@@ -289,7 +300,9 @@ def test_compiled_operations(operation, name):
     agree(torch.compile(make(), backend="aot_eager", fullgraph=True), reference, name, ROWS, WIDTH)
 
 
-@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=needs_compile)])
+@pytest.mark.parametrize(
+    "is_compiled", [False, pytest.param(True, marks=[needs_compile, pytest.mark.slow])]
+)
 def test_a_linear_layer_outside_of_fp8(name, is_compiled):
     torch._dynamo.reset()
     layer = te.Linear(WIDTH, 32, bias=False, device="cpu")
@@ -299,8 +312,16 @@ def test_a_linear_layer_outside_of_fp8(name, is_compiled):
     )
 
 
-@pytest.mark.parametrize("recipe", ["current", "block"])
-@pytest.mark.parametrize("kind", [te.Linear, te.LayerNormLinear, te.LayerNormMLP])
+@pytest.mark.parametrize(
+    ("kind", "recipe", "name"),
+    sampled(
+        [te.Linear, te.LayerNormLinear, te.LayerNormMLP],
+        ["current", "block"],
+        QUANTIZERS,
+        quick=[(te.Linear, "block", "block-identity")],
+    ),
+    indirect=["name"],
+)
 @needs_compile
 def test_compiled_layers_in_fp8(kind, recipe, name):
     """As on a plain tensor of the values, outside of graphs."""
@@ -318,8 +339,11 @@ def test_compiled_layers_in_fp8(kind, recipe, name):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("recipe", [*RECIPES, None])
-@pytest.mark.parametrize("kind", [te.Linear, te.LayerNormLinear, te.LayerNormMLP])
+@pytest.mark.parametrize(
+    ("kind", "recipe", "name"),
+    sampled([te.Linear, te.LayerNormLinear, te.LayerNormMLP], [*RECIPES, None], QUANTIZERS),
+    indirect=["name"],
+)
 def test_layers_read_such_weights(kind, recipe, name):
     """As with plain weights of the values; gradients are those of the weights."""
     region = RECIPES[recipe]() if recipe else None

@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 import reference as ref
 import te_fast.pytorch as te
 from linear_layers import casts
-from recipes import name_of
+from recipes import RECIPES, name_of
+from selection import quickly, sampled
 from te_fast import dispatch
 from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 
@@ -85,10 +86,10 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize(("recipe", "optimizer"), sampled(RECIPES, OPTIMIZERS), indirect=["recipe"])
 def test_one_launch_quantises_all_weights_of_a_model(recipe, optimizer):
     layers = model()
-    optimizer = trained(layers, recipe, optimizer=optimizer)
+    optimizer = trained(layers, recipe, optimizer=OPTIMIZERS[optimizer])
     x = torch.randn(32, HIDDEN, dtype=torch.bfloat16)
     expected = TOGETHER[name_of(recipe)]
     for _ in range(2):
@@ -267,6 +268,7 @@ def test_frozen_weights_take_no_part(recipe):
     assert casts(lambda: forward(layers, x, recipe)) == expected
 
 
+@pytest.mark.parametrize("recipe", quickly(RECIPES, "delayed", slow=RECIPES), indirect=True)
 def test_a_layer_that_is_left_out_keeps_no_memory_and_is_right_when_it_comes_back(recipe):
     layers = model()
     optimizer = trained(layers, recipe)
@@ -304,7 +306,7 @@ def _buffers():
     )
 
 
-@pytest.mark.parametrize("first", [True, None])
+@pytest.mark.parametrize(("recipe", "first"), sampled(RECIPES, [True, None]), indirect=["recipe"])
 def test_microbatches(recipe, first):
     layers = model()
     x = torch.randn(32, HIDDEN, dtype=torch.bfloat16)
@@ -334,7 +336,9 @@ def test_microbatches(recipe, first):
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize(
+    ("recipe", "reentrant"), sampled(RECIPES, [False, True]), indirect=["recipe"]
+)
 def test_what_checkpoints_repeat_in_backward_is_quantised_one_by_one(recipe, reentrant):
     layers = model()
     optimizer = torch.optim.SGD(layers.parameters(), lr=1e-3)
@@ -436,6 +440,7 @@ def test_regions_of_single_layers_waste_no_work_for_long(recipe):
     assert count[0] == count[2] == 5
 
 
+@pytest.mark.parametrize("recipe", quickly(RECIPES, "delayed", slow=RECIPES), indirect=True)
 def test_layers_that_are_gone_are_not_waited_for(recipe):
     layers = model()
     trained(layers, recipe)

@@ -7,6 +7,7 @@ import torch
 
 import te_fast.pytorch as te
 from recipes import RECIPES
+from selection import sampled
 from te_fast.errors import DeviceError, MissingAttributeError, ShapeError, TeFastError
 
 X = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
@@ -33,8 +34,7 @@ def each_parameter(kind):
     return [(copy.deepcopy(layer), name) for name, _ in layer.named_parameters()]
 
 
-@pytest.mark.parametrize("recipe", [None, *RECIPES])
-@pytest.mark.parametrize("kind", MAKE)
+@pytest.mark.parametrize(("kind", "recipe"), sampled(MAKE, [None, *RECIPES]))
 def test_a_deleted_parameter(kind, recipe):
     for layer, name in each_parameter(kind):
         parameter = getattr(layer, name)
@@ -46,8 +46,7 @@ def test_a_deleted_parameter(kind, recipe):
         assert torch.equal(run(layer), expected)
 
 
-@pytest.mark.parametrize("recipe", [None, *RECIPES])
-@pytest.mark.parametrize("kind", MAKE)
+@pytest.mark.parametrize(("kind", "recipe"), sampled(MAKE, [None, *RECIPES]))
 def test_a_parameter_that_is_none(kind, recipe):
     for layer, name in each_parameter(kind):
         setattr(layer, name, None)
