@@ -323,6 +323,7 @@ def test_nothing_outlives_backward(between):
     assert alive() is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "between",
     quickly(

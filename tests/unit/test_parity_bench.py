@@ -9,7 +9,6 @@ import torch
 
 import parity
 import te_fast.pytorch as te
-from selection import quickly
 from te_fast.pytorch import ops, optimizers, router
 
 # These are a class that only te_fast has, classes that need ranks, and base classes.
@@ -18,14 +17,8 @@ NOT_COMPARED |= {ops.FusibleOperation, ops.BasicOperation, ops.FusedOperation}
 X = torch.empty(64, parity.COLS, dtype=torch.bfloat16)
 
 
-def of_its_kind(case):
-    """Whether a case is the first of a layer, an operation or a function, whatever its options are."""
-    return next(one for one in parity.cases() if one.split(",")[0] == case.split(",")[0]) == case
-
-
-@pytest.mark.parametrize(
-    "case", quickly(list(parity.cases()), *filter(of_its_kind, parity.cases()), slow=parity.cases())
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", list(parity.cases()))
 def test_every_case_runs_and_equals_itself(case):
     # Each case runs with one recipe, and any recipe serves this test.
     recipe = list(parity.recipes())[len(case) % 5]

@@ -12,7 +12,10 @@ from te_fast.moe import operators
 
 ROWS = 96
 # torch.library.opcheck of torch 2.15 itself reads the gradient of a tensor that is no leaf.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+]
 
 
 def compiled(function):

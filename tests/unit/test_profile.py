@@ -123,6 +123,7 @@ def test_any_module_can_be_measured():
     assert sum(report.stages.values()) > report.stages["call from Python"] > 0
 
 
+@pytest.mark.slow
 def test_a_module_that_maps_no_rows_has_no_reference(tmp_path):
     class Pair(torch.nn.Module):
         def forward(self, words, scale=2.0):
