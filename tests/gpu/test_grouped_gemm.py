@@ -132,6 +132,19 @@ def test_fp8_rows(splits, scaling, a, fast, n, k, out_type, align) -> None:
     assert guard.tensor.cpu().equal(expected)
 
 
+@pytest.mark.parametrize("steps", [33, 64, 98])
+@pytest.mark.parametrize(("scaling", "a", "fast"), FP8, ids=FP8_IDS)
+def test_fp8_rows_of_many_steps(scaling, a, fast, steps) -> None:
+    """Scales of B are read 32 steps ahead, also for the next tile: there are more tiles than multiprocessors."""
+    splits, rows, n, k = [1, 0, 2] * 60, 190, 136, 128 * steps - 16
+    problem = Problem("rows", splits, rows, n, k, a, E4M3, scaling, 1, "cuda", seed=steps)
+    guard = guarded((rows, n), BF16)
+    expected = exact(problem, guard.tensor, None, accumulate=False, fast=fast)
+    run(problem, guard.tensor, fast_accumulation=fast)
+    guard.check()
+    assert guard.tensor.cpu().equal(expected)
+
+
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS.keys())
 @pytest.mark.parametrize(("scaling", "a", "fast"), FP8, ids=FP8_IDS)
