@@ -31,8 +31,8 @@ WHEEL_MACHINES := x86_64 aarch64
 MACHINE := $(shell uname -m)
 THIS_WHEEL = wheel-$(PYTHON_VERSION)-$(MACHINE)
 PYTEST_ARGS ?=
-# Every test runs on the current torch, slow ones with some of their cases; on another torch the quick tests run. `CASES=all`
-# runs every case of every test.
+# Every test runs on the current torch, slow ones with some of their cases; on another torch the quick tests and those marked
+# every_torch run. `CASES=all` runs every case of every test.
 CASES ?=
 FEWER := $(if $(filter-out $(CURRENT_TORCH),$(TORCH)),slow,combination)
 SELECTED := -m "not gpu and not te and not patience$(if $(filter-out all,$(or $(CASES),some)), and not $(FEWER))"

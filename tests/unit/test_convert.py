@@ -782,7 +782,7 @@ def test_scales_that_do_not_fit_change_nothing():
     assert all(torch.equal(again[name], state) for name, state in known.items())
 
 
-@pytest.mark.slow
+@pytest.mark.every_torch
 @pytest.mark.skipif(not CAN_COMPILE, reason="torch 2.8 or later")
 @pytest.mark.parametrize(
     "recompute", quickly([False, True], True, slow=[False, True]), ids=["kept", "recomputed"]

@@ -17,7 +17,7 @@ from te_fast.common.recipe import Float8CurrentScaling
 from te_fast.convert.forwards import DecoderForward
 from te_fast.runtime.compiling import CAN_COMPILE
 
-pytestmark = pytest.mark.slow  # the import of transformers alone takes seconds
+pytestmark = pytest.mark.every_torch  # the import of transformers alone takes seconds
 
 compiles = pytest.mark.skipif(not CAN_COMPILE, reason="layers are compiled from torch 2.8 on")
 

@@ -21,7 +21,7 @@ from te_fast.pytorch import ops
 from te_fast.runtime.compiling import CAN_COMPILE
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.every_torch,
     pytest.mark.skipif(not CAN_COMPILE, reason="torch 2.8 or later"),
     pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects"),
     pytest.mark.filterwarnings("ignore:No complete tensor found in the group"),

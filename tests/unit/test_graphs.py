@@ -202,7 +202,7 @@ def test_microbatches_quantise_weights_once(kind):
     assert_trains_alike(model, RECIPES[kind](), forward, microbatches=(True, False, False))
 
 
-@pytest.mark.slow
+@pytest.mark.every_torch
 @pytest.mark.parametrize(
     ("delay", "kind"), quickly(list(product([False, True], RECIPES)), (False, "delayed"))
 )
@@ -291,7 +291,7 @@ def test_layers_of_one_kind_keep_scales_of_their_own_recipe():
         assert torch.equal(one, two)
 
 
-@pytest.mark.slow
+@pytest.mark.every_torch
 @pytest.mark.parametrize(
     ("make", "override"),
     quickly(
@@ -528,7 +528,7 @@ def test_modules_of_one_kind_share_a_graph(name):
         assert counters()["stats"]["unique_graphs"] <= recipes
 
 
-@pytest.mark.slow
+@pytest.mark.every_torch
 def test_a_recipe_that_comes_back_compiles_nothing():
     layer = te.Linear(32, 32, device="cpu")
     run = compiled(lambda x: layer(x))
@@ -655,7 +655,7 @@ CHAINS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.every_torch
 @pytest.mark.parametrize(
     ("name", "kind"),
     quickly(
@@ -689,7 +689,7 @@ def test_a_quantised_result_is_refused_in_fp8_alone():
         assert "UnsupportedError" in refusal_of(chain, x)
 
 
-@pytest.mark.slow
+@pytest.mark.every_torch
 def test_extra_tensors_of_a_chain():
     chain = te.ops.Sequential(
         te.ops.MakeExtraOutput(), te.ops.Linear(32, 32, device="cpu"), te.ops.AddExtraInput()
@@ -713,7 +713,7 @@ def test_extra_tensors_of_a_chain():
         assert torch.equal(one, two)
 
 
-@pytest.mark.slow
+@pytest.mark.every_torch
 @pytest.mark.parametrize("norm", quickly([te.RMSNorm, te.LayerNorm], te.RMSNorm))
 def test_norms(norm):
     assert_trains_alike(norm(32, device="cpu"), None, inside)
@@ -856,7 +856,7 @@ def test_bad_input_gets_the_words_of_eager(case):
     assert "first" in message
 
 
-@pytest.mark.slow
+@pytest.mark.every_torch
 def test_a_compiled_model_takes_other_values_types_and_recipes():
     layer = te.LayerNormLinear(32, 32, device="cpu")
     run = torch.compile(layer, fullgraph=True, backend="aot_eager")

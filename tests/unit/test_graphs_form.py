@@ -11,7 +11,7 @@ from graphs import needs_compile
 from te_fast.common.recipe import DelayedScaling, Float8CurrentScaling
 from te_fast.errors import UnsupportedError
 
-pytestmark = [needs_compile, pytest.mark.slow, pytest.mark.usefixtures("fresh_dynamo")]
+pytestmark = [needs_compile, pytest.mark.every_torch, pytest.mark.usefixtures("fresh_dynamo")]
 
 OPTIONS = {"params_dtype": torch.bfloat16, "device": "cpu"}
 
@@ -33,7 +33,7 @@ def in_fp8(function, *given):
         return function(*given)
 
 
-@pytest.mark.slow
+@pytest.mark.every_torch
 def test_layers_of_one_program_that_return_other_things_share_no_graph():
     """The bias that is returned is no part of the program, so that both layers have the same one."""
     plain, with_bias = layer_of(bias=False), layer_of(return_bias=True)
@@ -93,7 +93,7 @@ def compiled_and_unfrozen(layer, run):
     return x, found
 
 
-@pytest.mark.slow
+@pytest.mark.every_torch
 def test_a_frozen_weight_that_trains_later_gets_a_gradient():
     plain = torch.nn.Linear(32, 32, bias=False)
     if compiled_and_unfrozen(plain, lambda compiled, x: compiled(x))[1] is None:

@@ -58,7 +58,7 @@ def inside(model, x, recipe, is_first):
         return torch.relu(model(x, **keywords))
 
 
-@pytest.mark.slow
+@pytest.mark.every_torch
 @pytest.mark.parametrize(
     ("name", "kind"),
     quickly(
@@ -305,7 +305,7 @@ def test_a_recipe_of_another_kind_raises_as_eager_does():
     assert messages[0] == messages[1]
 
 
-@pytest.mark.slow
+@pytest.mark.every_torch
 def test_a_weight_that_was_written_before_backward_raises():
     recipe = Float8CurrentScaling()
     layer = quantized(MAKERS["Linear"], recipe)
@@ -375,7 +375,7 @@ def test_a_quantised_input_is_dequantised_where_eager_does(name, kind, enabled):
         assert torch.equal(one, two)
 
 
-@pytest.mark.slow
+@pytest.mark.every_torch
 def test_bytes_of_a_quantised_input_are_refused():
     x = quantizer("current")(torch.randn(32, 128).bfloat16())
     for ops in ((), (te.ops.Identity(),)):

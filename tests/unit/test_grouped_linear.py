@@ -579,7 +579,7 @@ def test_compiled_whole_with_the_bits_of_eager(name, single):
         assert torch.equal(compiled(x.detach(), torch.tensor(other)), run(x.detach(), other))
 
 
-@pytest.mark.slow
+@pytest.mark.every_torch
 @needs_compile
 @pytest.mark.parametrize(
     ("splits", "error", "words"),
@@ -608,7 +608,7 @@ def test_bad_splits_of_compiled_layers(splits, error, words):
         compiled(torch.randn(14, 32), splits)
 
 
-@pytest.mark.slow
+@pytest.mark.every_torch
 @needs_compile
 def test_compiled_layers_take_lists_of_other_counts():
     torch.compiler.reset()

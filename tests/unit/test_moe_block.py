@@ -356,7 +356,7 @@ def test_the_bias_stays_in_float32(dtype):
     assert other.expert_bias.dtype == torch.float32
 
 
-@pytest.mark.slow
+@pytest.mark.every_torch
 @needs_compile
 @pytest.mark.parametrize("single", quickly([False, True], True))
 @pytest.mark.parametrize("name", ["block"])

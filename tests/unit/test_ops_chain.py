@@ -323,7 +323,7 @@ def test_nothing_outlives_backward(between):
     assert alive() is None
 
 
-@pytest.mark.slow
+@pytest.mark.every_torch
 @pytest.mark.parametrize(
     "between",
     quickly(

@@ -13,7 +13,7 @@ from te_fast.moe import operators
 ROWS = 96
 # torch.library.opcheck of torch 2.15 itself reads the gradient of a tensor that is no leaf.
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.every_torch,
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
 ]
 

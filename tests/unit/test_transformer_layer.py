@@ -197,7 +197,7 @@ def test_recomputed(recipe, use_reentrant):
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(got, wanted, strict=True))
 
 
-@pytest.mark.slow
+@pytest.mark.every_torch
 @pytest.mark.skipif(not CAN_COMPILE, reason="torch 2.8 or later")
 @pytest.mark.parametrize(
     ("options", "fp8"), quickly([("llama", True), ("as it is", False)], ("as it is", False))
