@@ -33,7 +33,6 @@ def in_fp8(function, *given):
         return function(*given)
 
 
-@pytest.mark.every_torch
 def test_layers_of_one_program_that_return_other_things_share_no_graph():
     """The bias that is returned is no part of the program, so that both layers have the same one."""
     plain, with_bias = layer_of(bias=False), layer_of(return_bias=True)
@@ -93,7 +92,6 @@ def compiled_and_unfrozen(layer, run):
     return x, found
 
 
-@pytest.mark.every_torch
 def test_a_frozen_weight_that_trains_later_gets_a_gradient():
     plain = torch.nn.Linear(32, 32, bias=False)
     if compiled_and_unfrozen(plain, lambda compiled, x: compiled(x))[1] is None:

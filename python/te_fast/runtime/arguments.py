@@ -58,7 +58,7 @@ def check_numbers(owner: str, **numbers: Any) -> None:
     for name, number in numbers.items():
         try:
             # Dynamo of torch 2.8 knows no unions of types.
-            is_number = type(number) not in _TEXTS and float(number) is not None
+            is_number = not isinstance(number, _TEXTS) and float(number) is not None
         except (TypeError, ValueError, RuntimeError):
             is_number = False
         if not is_number:
