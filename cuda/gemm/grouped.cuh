@@ -99,7 +99,7 @@ __device__ void move_all(const GroupedParams& p, const Block<K>& block, Schedule
                     }
                 }
             };
-            if (!K::kByRows && p.accumulate != 0) {
+            if (K::kAdds && p.accumulate != 0) {
                 ptx::arrive_expecting(block.free(), count * K::kChunkBytes * (corner.rows_left > 64 ? 2 : 1));
                 each([&](uint32_t chunk, int x, int y, int z) { load_tile(chunk, p.d, block.free(), x, y, z); });
             } else {
@@ -162,7 +162,7 @@ __device__ void grouped(const GroupedParams& p) {
     const uint32_t width = static_cast<uint32_t>(K::kByRows ? p.n : p.k), wide = block.cluster * K::kColumns;
     Schedule<K::kByRows> schedule(p.splits, p.groups, p.rows, p.counted, p.align, kRows,
                                   static_cast<int>((p.n + kRows - 1) / kRows),
-                                  static_cast<int>((width + wide - 1) / wide), !K::kByRows && p.accumulate != 0);
+                                  static_cast<int>((width + wide - 1) / wide), K::kAdds && p.accumulate != 0);
     if (threadIdx.x < 128) {
         give_registers<40>();
         const bool leader = threadIdx.x % 32 == 0;

@@ -28,5 +28,9 @@ INSTANCE(grouped_wgrad_split_e4m3, kE4m3, kSplit, false, kGroupedColumnsWgrad)
 INSTANCE(grouped_wgrad_split_e5m2, kE5m2, kSplit, false, kGroupedColumnsWgrad)
 INSTANCE(grouped_wgrad_block_e4m3, kE4m3, kBlock, false, kGroupedColumnsWgrad)
 INSTANCE(grouped_wgrad_block_e5m2, kE5m2, kBlock, false, kGroupedColumnsWgrad)
+INSTANCE(grouped_wgrad_stored_split_e4m3, kE4m3, kSplit, false, kGroupedColumns)
+INSTANCE(grouped_wgrad_stored_split_e5m2, kE5m2, kSplit, false, kGroupedColumns)
+INSTANCE(grouped_wgrad_stored_block_e4m3, kE4m3, kBlock, false, kGroupedColumns)
+INSTANCE(grouped_wgrad_stored_block_e5m2, kE5m2, kBlock, false, kGroupedColumns)
 
 }  // namespace te_fast::gemm

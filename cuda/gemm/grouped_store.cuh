@@ -87,7 +87,7 @@ __device__ void store_chunks(const GroupedParams& p, Worker<K>& worker, TileSums
     const auto write = [&]<int kFrom, int kPart>() {
         if constexpr (kPart < K::kChunks && kFrom + kPart < kParts) {
             const uint32_t chunk = block.chunk(warpgroup, kPart);
-            if constexpr (!K::kByRows) {
+            if constexpr (K::kAdds) {
                 if (p.accumulate != 0) add_chunk<K, kFrom + kPart, kWide>(p, sums, chunk);
             }
             write_chunk<K, kFrom + kPart, kWide>(p, sums, chunk);

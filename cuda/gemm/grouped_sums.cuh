@@ -214,49 +214,92 @@ __device__ void sum_outside(Adder<K>& adder, int steps) {
     }
 }
 
-// Sums of a product by rows that are added outside of the tensor cores, one half of the columns after the other: the
-// registers hold all sums, and the products of one half. While a warpgroup adds, the other one multiplies. `both` says
-// that the tile has columns in its second half.
+// The scales of the columns of a weight gradient's half, read some columns ahead of their use: all at once, they would
+// not fit into the registers.
+template <typename K>
+struct ScalesOfColumns {
+    static constexpr int kCount = K::kColumns / 2 / 8, kAhead = 4;
+    uint32_t from;
+    float2 pairs[kCount];
+
+    __device__ ScalesOfColumns(const Block<K>& block, int stage, int first_column)
+        : from(block.b_scale(stage) + 4 * (first_column + threadIdx.x % 4 * 2)) {
+#pragma unroll
+        for (int j = 0; j < kAhead; ++j) read(j);
+    }
+    // The j-th pair, in ascending order.
+    __device__ float2 take(int j) {
+        read(j + kAhead);
+        return pairs[j];
+    }
+
+  private:
+    __device__ void read(int j) {
+        if (j < kCount) pairs[j] = load_shared_float2(from + 32 * j);
+    }
+};
+
+// Sums that are added outside of the tensor cores, one half of the columns after the other: the registers hold all
+// sums, and the products of one half. While a warpgroup adds, the other one multiplies. A warpgroup waits for its next
+// stage while its last products are running, so that the next ones begin at once. `both` says that the tile has columns
+// in its second half.
 template <typename K>
 __device__ void sum_halves(Worker<K>& worker, ScalesOfB<K>& b_scales, const Corner& corner, int steps, bool both,
                            TileSums<K>& sums) {
     constexpr int kHalf = K::kColumns / 2;
-    const uint32_t scale_row = 4 * ((corner.row & 3) + worker.first_row());
+    const Block<K>& block = worker.block;
+    const uint32_t scale_row = 4 * ((K::kByRows ? corner.row & 3 : 0) + worker.first_row());
 #pragma unroll
     for (int i = 0; i < K::kColumns / 2; ++i) sums[i] = 0.0f;
     float products[kHalf / 2];
-    const auto multiply = [&](int first_column) {
+    float low = 1.0f, high = 1.0f;               // scales of the thread's two rows of A
+    float2 of_halves = make_float2(1.0f, 1.0f);  // those of B's two 128 x 128 blocks
+    const auto half = [&]<int kFirst>(int stage, bool is_last, bool more) {
+        float* const to = sums + kFirst / 2;
         hold(products);
         wgmma_fence();
-        worker.template multiply<kHalf>(products, false, first_column);
-        wgmma_wait<0>();
-        hold(products);
-    };
-    const auto add = [&]<int kFirst>(float low, float high) {
+        worker.template multiply<kHalf>(products, false, kFirst);
+        const auto wait_for_products = [&] {
+            if (is_last) worker.turn.next();
+            if (is_last && more) worker.wait();
+            wgmma_wait<0>();
+            hold(products);
+        };
+        if constexpr (K::kScaled && !K::kByRows) {
+            ScalesOfColumns<K> columns(block, stage, kFirst);
+            wait_for_products();
 #pragma unroll
-        for (int i = 0; i < kHalf / 2; ++i) {
-            float& sum = sums[kFirst + i];
-            sum = K::kScaled ? fmaf(products[i], i % 4 < 2 ? low : high, sum) : sum + products[i];
+            for (int j = 0; j < kHalf / 8; ++j) {
+                const float2 scale = columns.take(j);
+                to[4 * j] = fmaf(products[4 * j], low * scale.x, to[4 * j]);
+                to[4 * j + 1] = fmaf(products[4 * j + 1], low * scale.y, to[4 * j + 1]);
+                to[4 * j + 2] = fmaf(products[4 * j + 2], high * scale.x, to[4 * j + 2]);
+                to[4 * j + 3] = fmaf(products[4 * j + 3], high * scale.y, to[4 * j + 3]);
+            }
+            if (is_last) release(block, stage);
+        } else {
+            wait_for_products();
+            if (is_last) release(block, stage);
+            const float scale = kFirst == 0 ? of_halves.x : of_halves.y;
+            const float low_scale = low * scale, high_scale = high * scale;
+#pragma unroll
+            for (int i = 0; i < kHalf / 2; ++i) {
+                to[i] = K::kScaled ? fmaf(products[i], i % 4 < 2 ? low_scale : high_scale, to[i]) : to[i] + products[i];
+            }
         }
     };
-    for (int step = 0; step < steps; ++step, worker.turn.next()) {
+    if (steps > 0) worker.wait();
+    for (int step = 0; step < steps; ++step) {
         const int stage = worker.turn.stage;
-        worker.wait();
-        float low = 1.0f, high = 1.0f;
-        float2 scale = make_float2(1.0f, 1.0f);
+        const bool more = step + 1 < steps;
         if constexpr (K::kScaled) {
-            const uint32_t at = worker.block.a_scale(stage) + scale_row;
+            const uint32_t at = block.a_scale(stage) + scale_row;
             low = load_shared_float(at);
             high = load_shared_float(at + 32);
-            scale = b_scales.take(step);
+            if constexpr (K::kByRows) of_halves = b_scales.take(step);
         }
-        multiply(0);
-        if (!both) release(worker.block, stage);
-        add.template operator()<0>(low * scale.x, high * scale.x);
-        if (!both) continue;
-        multiply(kHalf);
-        release(worker.block, stage);
-        add.template operator()<kHalf / 2>(low * scale.y, high * scale.y);
+        half.template operator()<0>(stage, !both, more);
+        if (both) half.template operator()<kHalf>(stage, true, more);
     }
 }
 
@@ -273,8 +316,8 @@ __device__ inline void sum(const GroupedParams& p, Worker<K>& worker, ScalesOfB<
             worker.wait();
             release(worker.block, worker.turn.stage);
         }
-    } else if constexpr (K::kByRows) {
-        const bool both = corner.column + K::kColumns / 2 < static_cast<int>(p.n);
+    } else if constexpr (K::kHalves) {
+        const bool both = corner.column + K::kColumns / 2 < static_cast<int>(K::kByRows ? p.n : p.k);
         sum_halves<K>(worker, b_scales, corner, steps, both, sums);
     } else {
         Adder<K> adder(worker, sums);

@@ -54,8 +54,12 @@ struct Kind {
     static constexpr int kDepthOfProduct = 32 / bytes_of(kA);
     static constexpr bool kScaled = kSums == Sums::kBlock, kOneScale = is_fp8(kA) && !kScaled;
 
-    // Weight gradients have registers for two steps' products, but not beside the scales of the columns.
-    static constexpr bool kAhead = kSums == Sums::kSplit && !kByRows;
+    // Sums of 256 columns that are added outside of the tensor cores are added one half after the other.
+    static constexpr bool kHalves = kSums != Sums::kFast && kColumns == 256;
+    // Weight gradients that may be added to D. Wider ones are stored: there is no room for all summands at once.
+    static constexpr bool kAdds = !kByRows && kColumns < 256;
+    // There are registers for two steps' products of 128 columns, but not beside the scales of the columns.
+    static constexpr bool kAhead = kSums == Sums::kSplit && !kHalves;
 
     static constexpr int kABytes = kRows * kLine;
     static constexpr int kBBytes = kColumns * kLine;

@@ -161,6 +161,20 @@ def test_fp8_weight_gradient(splits, scaling, a, fast, n, k, out_type, accumulat
     assert guard.tensor.cpu().equal(expected)
 
 
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize(("scaling", "a", "fast"), FP8, ids=FP8_IDS)
+@pytest.mark.parametrize(("k", "out_type"), [(1400, BF16), (1416, F32), (1672, BF16)])
+def test_fp8_weight_gradient_of_many_tiles(scaling, a, fast, k, out_type, accumulate) -> None:
+    """Of more tiles than multiprocessors, a gradient that is not added has wider ones."""
+    splits, n = [300, 0, 129, 64, 2, 257], 392
+    problem = Problem("weight_gradient", splits, 1280, n, k, a, E4M3, scaling, 128, "cuda", seed=k)
+    guard = guarded((len(splits), n, k), out_type)
+    expected = exact(problem, guard.tensor, None, accumulate=accumulate, fast=fast)
+    run(problem, guard.tensor, accumulate=accumulate, fast_accumulation=fast)
+    guard.check()
+    assert guard.tensor.cpu().equal(expected)
+
+
 @pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS.keys())
 @pytest.mark.parametrize("kind", ["rows", "weight_gradient"])
 @pytest.mark.parametrize("dtype", [BF16, F16])

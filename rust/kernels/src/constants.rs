@@ -141,9 +141,9 @@ constants! {
         GROUPED_THREADS: u32 = 384;
         /// Dynamic shared memory of a block: all that there is.
         GROUPED_SHARED: u32 = 227 << 10;
-        /// Columns of a tile of products by rows.
+        /// Columns of a tile of products by rows, and of weight gradients that are stored.
         GROUPED_COLUMNS: usize = 256;
-        /// The same of weight gradients.
+        /// The same of weight gradients that may be added to the result.
         GROUPED_COLUMNS_WGRAD: usize = 128;
         /// The same of weight gradients whose sums stay in the tensor cores.
         GROUPED_COLUMNS_WGRAD_FAST: usize = 192;

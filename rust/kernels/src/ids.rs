@@ -413,6 +413,10 @@ kernels! {
     GroupedWgradSplit(Fp8) "grouped_wgrad_split" in GroupedFp8;
     /// The same under block scales.
     GroupedWgradBlock(Fp8) "grouped_wgrad_block" in GroupedFp8;
+    /// `GroupedWgradSplit` of wider tiles, stored and never added to the result.
+    GroupedWgradStoredSplit(Fp8) "grouped_wgrad_stored_split" in GroupedFp8;
+    /// The same of `GroupedWgradBlock`.
+    GroupedWgradStoredBlock(Fp8) "grouped_wgrad_stored_block" in GroupedFp8;
     /// Products of groups of rows of 16-bit elements.
     GroupedRows(Half) "grouped_rows" in Grouped16bit;
     /// The same with the second operand's lines across the summed dimension.

@@ -46,7 +46,8 @@ pointers! {
 params! {
     /// Parameters of the kernels in `cuda/gemm/`.
     pub struct GroupedParams<'a> [GROUPED_PARAMS_BYTES] for GroupedRowsFast | GroupedRowsSplit | GroupedRowsBlock
-        | GroupedWgradFast | GroupedWgradSplit | GroupedWgradBlock | GroupedRows | GroupedRowsAcross | GroupedWgrad
+        | GroupedWgradFast | GroupedWgradSplit | GroupedWgradBlock | GroupedWgradStoredSplit | GroupedWgradStoredBlock
+        | GroupedRows | GroupedRowsAcross | GroupedWgrad
         => on_gpus_alone {
         /// A, B, D, and block scales of A and B.
         pub maps: [TensorMap; 5],
@@ -196,6 +197,7 @@ impl GroupedGemmPlan {
         if spec.rows == 0 {
             return if spec.accumulate { Ok(()) } else { queue.zero(at.d, bytes) };
         }
+        let kernel = wider(spec, kernel, queue.device.facts().multiprocessors as usize);
         let params = self.params(at, kernel.columns)?;
         let width = if spec.kind == GroupedKind::Rows { spec.n } else { spec.k };
         // A pair needs two tiles side by side.
@@ -299,6 +301,20 @@ const ROW_SCALES: u32 = BLOCK as u32 + 4;
 /// The map of an operand, whose tiles the tensor cores read.
 fn tiles<const N: usize>(base: DevPtr<'_>, dtype: DType, sizes: [usize; N], tile: [u32; N]) -> Result<TensorMap> {
     TensorMap::new(OP, base, &Tiles { dtype, sizes, tile, swizzled: true })
+}
+
+/// A weight gradient that is stored takes wider tiles, if these keep all multiprocessors busy.
+fn wider(spec: &GroupedGemmSpec, kernel: Kernel, multiprocessors: usize) -> Kernel {
+    let id = match kernel.id {
+        KernelId::GroupedWgradSplit(fp8) => KernelId::GroupedWgradStoredSplit(fp8),
+        KernelId::GroupedWgradBlock(fp8) => KernelId::GroupedWgradStoredBlock(fp8),
+        _ => return kernel,
+    };
+    let tiles = spec.groups * spec.n.div_ceil(BLOCK) * spec.k.div_ceil(GROUPED_COLUMNS);
+    if spec.accumulate || tiles < multiprocessors {
+        return kernel;
+    }
+    Kernel { id, columns: GROUPED_COLUMNS, ..kernel }
 }
 
 /// The kernel of Hopper.
