@@ -64,10 +64,11 @@ __device__ inline void release(const Block<K>& block, int stage) {
     if (lane < block.cluster) arrive_at(block.empty(stage), lane);
 }
 
-// 128 x 128 scales of B: one for each half of a tile's columns and each step. A warp's lanes hold those of 32 steps,
-// while those of the next 32 steps are read.
+// 128 x 128 scales of B: one for each half of a tile's columns and each step. A warp's lanes hold those of kHeld steps,
+// while those of the next steps are read.
 template <typename K>
 struct ScalesOfB {
+    static constexpr int kHeld = 32;
     const float* from;     // of the first half
     uint32_t second_from;  // elements from there to those of the second half; 0 where this half lies past the columns
     int steps;
@@ -79,24 +80,24 @@ struct ScalesOfB {
             from = p.b_scale_inv + (static_cast<uint64_t>(place.group) * strips + strip) * p.b_scale_pitch;
             second_from = strip + 1 < strips ? p.b_scale_pitch : 0;
             steps = steps_of<K>(p, place);
-            read(true, held, threadIdx.x % 32);
-            read(true, next, threadIdx.x % 32 + 32);
+            read(next, threadIdx.x % 32);
         }
     }
-    // The scales of a step, in ascending order. There is no branch: registers that a branch loads are copied at its
-    // end, which waits for the loads.
-    __device__ float2 take(int step) {
-        const bool is_first = step > 0 && step % 32 == 0;
-        if (is_first) held = next;
-        read(is_first, next, threadIdx.x % 32 + step + 32);
-        return make_float2(__shfl_sync(~0u, held.x, step % 32), __shfl_sync(~0u, held.y, step % 32));
+    // Before `step`, a multiple of kHeld.
+    __device__ void advance(int step) {
+        held = next;
+        read(next, threadIdx.x % 32 + step + kHeld);
+    }
+    __device__ float2 take(int step) const {
+        const int lane = step & kHeld - 1;
+        return make_float2(__shfl_sync(~0u, held.x, lane), __shfl_sync(~0u, held.y, lane));
     }
 
   private:
-    __device__ void read(bool wanted, float2& scales, int step) {
-        wanted = wanted && step < steps;
-        ptx::load_where(wanted, scales.x, from + step);
-        ptx::load_where(wanted, scales.y, from + second_from + step);
+    // Without a branch, behind which the registers would be copied, and so waited for.
+    __device__ void read(float2& scales, int step) {
+        ptx::load_where(step < steps, scales.x, from + step);
+        ptx::load_where(step < steps, scales.y, from + second_from + step);
     }
 };
 
@@ -289,7 +290,7 @@ __device__ void sum_halves(Worker<K>& worker, ScalesOfB<K>& b_scales, const Corn
         }
     };
     if (steps > 0) worker.wait();
-    for (int step = 0; step < steps; ++step) {
+    const auto sum_step = [&](int step) {
         const int stage = worker.turn.stage;
         const bool more = step + 1 < steps;
         if constexpr (K::kScaled) {
@@ -300,6 +301,16 @@ __device__ void sum_halves(Worker<K>& worker, ScalesOfB<K>& b_scales, const Corn
         }
         half.template operator()<0>(stage, !both, more);
         if (both) half.template operator()<kHalf>(stage, true, more);
+    };
+    if constexpr (K::kScaled && K::kByRows) {
+        int step = 0;
+        while (step < steps) {
+            const int end = min(step + ScalesOfB<K>::kHeld, steps);
+            b_scales.advance(step);
+            for (; step < end; ++step) sum_step(step);
+        }
+    } else {
+        for (int step = 0; step < steps; ++step) sum_step(step);
     }
 }
 
