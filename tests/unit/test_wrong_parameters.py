@@ -58,6 +58,38 @@ def test_a_parameter_that_is_none(kind, recipe):
             run(layer, recipe)
 
 
+OPS = {
+    "LayerNorm": lambda: te.LayerNorm(32, device="cpu"),
+    "RMSNorm": lambda: te.ops.RMSNorm(32, device="cpu"),
+    "Linear": lambda: te.ops.Linear(32, 48, device="cpu"),
+    "Bias": lambda: te.ops.Bias(32, device="cpu"),
+    "Sequential": lambda: te.ops.Sequential(
+        te.ops.LayerNorm(32, device="cpu"), te.ops.Linear(32, 48, device="cpu"), te.ops.GELU()
+    ),
+    "GroupedLinear": lambda: te.ops.GroupedLinear(2, 32, 48, device="cpu"),
+}
+
+
+@pytest.mark.parametrize("has_run", [False, True])
+@pytest.mark.parametrize("kind", OPS)
+def test_a_removed_parameter_of_an_operation(kind, has_run):
+    counts = (torch.tensor([8, 8]),) if kind == "GroupedLinear" else ()
+    names = [name for name, _ in OPS[kind]().named_parameters()]
+    for name in names:
+        for remove in (delattr, lambda owner, leaf: setattr(owner, leaf, None)):
+            op = OPS[kind]()
+            if has_run:
+                op(X, *counts)
+            path, _, leaf = name.rpartition(".")
+            owner = op.get_submodule(path)
+            parameter = getattr(owner, leaf)
+            remove(owner, leaf)
+            with pytest.raises(MissingAttributeError, match=rf"op \S+: \w+: parameter {leaf} was"):
+                op(X, *counts)
+            setattr(owner, leaf, parameter)
+            assert op(X, *counts).shape[0] == 16
+
+
 @pytest.mark.parametrize("kind", MAKE)
 def test_a_parameter_of_another_shape_or_device(kind):
     for layer, name in each_parameter(kind):

@@ -12,7 +12,14 @@ from weakref import WeakSet
 
 import torch
 
-from te_fast.errors import ArgumentError, DtypeError, StateError, TeFastError, UnsupportedError
+from te_fast.errors import (
+    ArgumentError,
+    DtypeError,
+    MissingAttributeError,
+    StateError,
+    TeFastError,
+    UnsupportedError,
+)
 from te_fast.graphs.refusal import Problem, problem_of
 from te_fast.ops import chain, traced
 from te_fast.ops.common import (
@@ -110,6 +117,7 @@ class OperationFuser:
         self._basic_ops: list[BasicOperation]
         self._basic_ops, self._labels = flatten(ops, names)
         self._name = f"ops {names[0]}-{names[-1]}" if len(names) > 1 else f"op {self._labels[0]}"
+        self._refuse_removed()
         self._routing = Routing.of(self._basic_ops, self._labels)
         self._channels_stale = False
         self._plans: dict[Any, Plan] = {}
@@ -191,6 +199,7 @@ class OperationFuser:
         key = (self._looped(), autocast, x.dtype, *[extra.dtype for extra in extra_inputs], *dtypes)
         plan = self._chosen.get(key)
         if plan is None or plan.is_custom:
+            self._refuse_removed()
             types: Types = ()
             if x.is_floating_point():
                 types = self._types(x.dtype, extra_inputs, autocast)
@@ -218,6 +227,17 @@ class OperationFuser:
         module = None if self._module is None else self._module()
         if module is not None:
             module.__dict__["_direct_program"] = program
+
+    def _refuse_removed(self) -> None:
+        """Raise for an operation that lacks a parameter that it always has."""
+        for op, label in zip(self._basic_ops, self._labels, strict=True):
+            for name in op._needed_names:
+                if getattr(op, name, None) is None:
+                    message = (
+                        f"op {label}: parameter {name} was deleted or set to None, and the operation needs it; assign "
+                        "it again, or make another operation"
+                    )
+                    raise MissingAttributeError(message)
 
     def _refuse_parametrized(self) -> None:
         """Raise for an operation with a parameter under ``torch.nn.utils.parametrize``: programs cannot read it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from weakref import WeakSet
 
@@ -303,6 +303,8 @@ class BasicOperation(FusibleOperation, RecipeStateModule, metaclass=abc.ABCMeta)
     _takes_to_fp8: ClassVar[bool] = False
     #: Whether the gradient of the input is the gradient of the output, unchanged.
     _hands_gradient_on: ClassVar[bool] = False
+    #: Parameters that it always has.
+    _needed_names: Sequence[str] = ()
     #: The collectives before and behind it.
     _exchange: Exchange = NO_EXCHANGE
     #: The operation's collective along the first dimension, as :class:`te_fast.parallel.in_graphs.Ranks` names it.

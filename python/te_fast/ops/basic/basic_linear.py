@@ -87,7 +87,7 @@ class BasicLinear(WeightedOperation):
     """
 
     weight: torch.Tensor
-    _weight_names = ("weight",)
+    _weight_names = _needed_names = ("weight",)
 
     def __init__(
         self,

@@ -40,6 +40,7 @@ class Bias(BasicOperation):
     """
 
     bias: torch.Tensor
+    _needed_names = ("bias",)
     _hands_gradient_on = True
     #: Whether ranks add whole biases, before their results are summed.
     _is_summed = False

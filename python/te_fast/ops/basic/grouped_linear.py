@@ -160,6 +160,7 @@ class GroupedLinear(ExtraTensorOperation, WeightedOperation):
             self._weight_names = ["weight"]
         if self.single_grouped_bias:
             self._bias_names = ["bias"]
+        self._needed_names = (*self._weight_names, *self._bias_names)
         for number in () if self.use_bias else numbers:
             self.register_parameter(f"bias{number}", None)
         for names, size in ((self._weight_names, shape), (self._bias_names, shape[:1])):
@@ -348,8 +349,10 @@ class GroupedLinear(ExtraTensorOperation, WeightedOperation):
 
     def _is_looped(self, like: torch.Tensor | None = None) -> bool:
         """Tell whether experts run one by one on values like these, or like the weights."""
-        like = getattr(self, self._weight_names[0]) if like is None else like
-        return is_needed(like, self.in_features, self.out_features)
+        if like is None:
+            like = getattr(self, self._weight_names[0], None)
+        # A weight that is gone is refused when the group of operations is planned.
+        return like is not None and is_needed(like, self.in_features, self.out_features)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Move the parameters, and choose the path for the new device."""

@@ -34,7 +34,6 @@ class Norm(NativeOperation):
     _constant_names = frozenset({"eps", "zero_centered_gamma"})
     #: Name in the native program.
     _kind: ClassVar[str]
-    _names: ClassVar[tuple[str, ...]]
     weight: torch.Tensor
 
     def __init__(
@@ -62,7 +61,7 @@ class Norm(NativeOperation):
         self.eps = eps
         self.zero_centered_gamma = zero_centered_gamma
         options = parameter_options(device, dtype, name)
-        for parameter in self._names:
+        for parameter in self._needed_names:
             self.register_parameter(parameter, torch.nn.Parameter(torch.empty(shape, **options)))
         if options["device"].type != "meta":
             self.reset_parameters()
@@ -76,7 +75,7 @@ class Norm(NativeOperation):
         """Initialise the parameters; parameters on the meta device get memory first."""
         weight = to_real(self, "weight")
         torch.nn.init.constant_(weight, 0.0 if self.zero_centered_gamma else 1.0)
-        if "bias" in self._names:
+        if "bias" in self._needed_names:
             torch.nn.init.zeros_(to_real(self, "bias"))
 
     def pre_first_fuser_forward(self) -> None:
@@ -94,7 +93,7 @@ class Norm(NativeOperation):
             self._kind,
             self._parameters,
             "weight",
-            "bias" if "bias" in self._names else None,
+            "bias" if "bias" in self._needed_names else None,
             self.weight.numel(),
             self.eps,
             self.zero_centered_gamma,
@@ -134,7 +133,7 @@ class LayerNorm(Norm):
     """
 
     _kind = "LayerNorm"
-    _names = ("weight", "bias")
+    _needed_names = ("weight", "bias")
     bias: torch.Tensor
 
 
@@ -155,4 +154,4 @@ class RMSNorm(Norm):
     """
 
     _kind = "RMSNorm"
-    _names = ("weight",)
+    _needed_names = ("weight",)
