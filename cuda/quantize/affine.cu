@@ -58,36 +58,13 @@ __device__ void store_row(void* to, uint64_t index, int count, const float (&val
     }
 }
 
-// As store_row, by all threads of a warp, each of which has eight elements behind those of the thread before. Eight f32
-// are two words of 16 bytes: a thread alone would write one half of each sector at a time. Two neighbours exchange a
-// word and write 32 bytes together.
-__device__ void store_f32(void* to, uint64_t index, int count, const float (&values)[8]) {
-    const float4 low = make_float4(values[0], values[1], values[2], values[3]);
-    const float4 high = make_float4(values[4], values[5], values[6], values[7]);
-    const bool odd = threadIdx.x % 2 != 0;
-    const float4 given = odd ? low : high;
-    float4 taken;
-    taken.x = __shfl_xor_sync(~0u, given.x, 1);
-    taken.y = __shfl_xor_sync(~0u, given.y, 1);
-    taken.z = __shfl_xor_sync(~0u, given.z, 1);
-    taken.w = __shfl_xor_sync(~0u, given.w, 1);
-    f32* row = static_cast<f32*>(to) + index;
-    const int whole = count == 8 && is_aligned(row, 16) ? 1 : 0;
-    if ((whole & __shfl_xor_sync(~0u, whole, 1)) == 0) {
-        store_row<f32>(to, index, count, values);
-        return;
-    }
-    float4* pair = reinterpret_cast<float4*>(row - (odd ? 8 : 0));
-    pair[odd ? 1 : 0] = odd ? taken : low;
-    pair[odd ? 3 : 2] = odd ? high : taken;
-}
-
 template <Floating In>
 __device__ void affine(const AffineParams& p) {
     const uint64_t groups = (p.cols + 7) / 8;
     const uint64_t group = static_cast<uint64_t>(blockIdx.x) * kThreads + threadIdx.x;
+    if (group >= p.rows * groups) return;
     const uint64_t row = group / groups, col = (group - row * groups) * 8;
-    const int count = row < p.rows ? static_cast<int>(min(p.cols - col, uint64_t{8})) : 0;
+    const int count = static_cast<int>(min(p.cols - col, uint64_t{8}));
     const uint64_t index = row * p.cols + col;
     float x[8], other[8];
     load_row<In>(p.x, index, count, x);
@@ -104,7 +81,7 @@ __device__ void affine(const AffineParams& p) {
         for (int i = 0; i < 8; ++i) x[i] = __fadd_rn(x[i], other[i]);
     }
     if (p.y_type == 0) {
-        store_f32(p.y, index, count, x);
+        store_row<f32>(p.y, index, count, x);
     } else if (p.y_type == 1) {
         store_row<f16>(p.y, index, count, x);
     } else {
