@@ -952,6 +952,26 @@ def known_kinds_that_differ():
 
 
 @scene
+def counts_of_experts_rows_that_differ():
+    """In debug mode ranks that divide experts' features compare the counts, as a list or a tensor."""
+    rank, size = rank_and_size()
+    layer = te.GroupedLinear(
+        2, IN, OUT, parallel_mode="column", bias=False, name="experts", device=device(),
+        tp_group=dist.group.WORLD, tp_size=size,
+    )  # fmt: skip
+    x = torch.ones(16, IN)
+    with debugging():
+        for counts in ([8, 8], torch.tensor([5, 11])):
+            layer(x, counts).sum().backward()
+        for counts in ([8 + rank, 8 - rank], torch.tensor([8 + rank, 8 - rank])):
+            with raises(RuntimeError, "experts: the number of each expert's rows .* ranks"):
+                layer(x, counts)
+        with raises(RuntimeError, r"experts: the input's shape .* rank 0 has \[16, "):
+            layer(torch.ones(16 + rank, IN), [8, 8 + rank])
+        layer(x, [16, 0])
+
+
+@scene
 def layers_of_every_kind_disagree():
     """All ranks raise for every kind of shared layer, with its name or its class's."""
     rank, size = rank_and_size()

@@ -6,6 +6,7 @@ With ``TE_FAST_DEBUG=1`` the ranks compare every call.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -44,7 +45,14 @@ class Agreement:
         self._is_alone = get_distributed_world_size(group) == 1
         self._known: set[Any] = set()
 
-    def check(self, x: torch.Tensor, *, wanted: bool, needs_input: bool) -> None:
+    def check(
+        self,
+        x: torch.Tensor,
+        *,
+        wanted: bool,
+        needs_input: bool,
+        splits: Sequence[int] | None = None,
+    ) -> None:
         """Compare a call with the calls of the other ranks, if it is of a new kind, or in debug mode.
 
         Parameters
@@ -53,6 +61,8 @@ class Agreement:
             Input of the layer.
         wanted, needs_input : bool
             Whether any tensor needs a gradient, and whether the input does.
+        splits : list of int, optional
+            Rows of each expert.
 
         Raises
         ------
@@ -69,12 +79,20 @@ class Agreement:
             return
         recipe = native.autocast_objects()[0] if enabled else None
         shown = "none" if recipe is None else str(sorted(recipe._describe().items()))
-        self._compare(x, shown, wanted=wanted, needs_input=needs_input)
+        self._compare(x, shown, splits, wanted=wanted, needs_input=needs_input)
         if len(self._known) >= _LIMIT:
             self._known.clear()
         self._known.add(kind)
 
-    def _compare(self, x: torch.Tensor, recipe: str, *, wanted: bool, needs_input: bool) -> None:
+    def _compare(
+        self,
+        x: torch.Tensor,
+        recipe: str,
+        splits: Sequence[int] | None,
+        *,
+        wanted: bool,
+        needs_input: bool,
+    ) -> None:
         own = {
             "name of the layer that is called": [zlib.crc32(self._name.encode())],
             "input's shape": [x.dim(), *x.shape[-_DIMENSIONS:]],
@@ -82,6 +100,7 @@ class Agreement:
             "recipe": [zlib.crc32(recipe.encode())],
             "sizes and settings of the layer": [zlib.crc32(self._layer.encode())],
             "set of what wants gradients": [int(wanted), int(needs_input)],
+            "number of each expert's rows": [zlib.crc32(str(splits).encode())],
             "communication_chunks, or CUDA_DEVICE_MAX_CONNECTIONS,": list(map(int, setting())),
         }
         own["input's shape"] += [0] * (_DIMENSIONS + 1 - len(own["input's shape"]))
