@@ -240,6 +240,29 @@ struct ScalesOfColumns {
     }
 };
 
+// Adds a half's products to its sums, under the scales of the thread's two rows, and of its columns.
+template <typename K>
+__device__ inline void add_half(float* sums, const float (&products)[K::kColumns / 4], float low, float high,
+                                ScalesOfColumns<K>& columns) {
+#pragma unroll
+    for (int j = 0; j < K::kColumns / 16; ++j) {
+        const float2 scale = columns.take(j);
+        sums[4 * j] = fmaf(products[4 * j], low * scale.x, sums[4 * j]);
+        sums[4 * j + 1] = fmaf(products[4 * j + 1], low * scale.y, sums[4 * j + 1]);
+        sums[4 * j + 2] = fmaf(products[4 * j + 2], high * scale.x, sums[4 * j + 2]);
+        sums[4 * j + 3] = fmaf(products[4 * j + 3], high * scale.y, sums[4 * j + 3]);
+    }
+}
+
+// The same under scales of the rows, or without.
+template <typename K>
+__device__ inline void add_half(float* sums, const float (&products)[K::kColumns / 4], float low, float high) {
+#pragma unroll
+    for (int i = 0; i < K::kColumns / 4; ++i) {
+        sums[i] = K::kScaled ? fmaf(products[i], i % 4 < 2 ? low : high, sums[i]) : sums[i] + products[i];
+    }
+}
+
 // Sums that are added outside of the tensor cores, one half of the columns after the other: the registers hold all
 // sums, and the products of one half. While a warpgroup adds, the other one multiplies. A warpgroup waits for its next
 // stage while its last products are running, so that the next ones begin at once. `both` says that the tile has columns
@@ -256,7 +279,6 @@ __device__ void sum_halves(Worker<K>& worker, ScalesOfB<K>& b_scales, const Corn
     float low = 1.0f, high = 1.0f;               // scales of the thread's two rows of A
     float2 of_halves = make_float2(1.0f, 1.0f);  // those of B's two 128 x 128 blocks
     const auto half = [&]<int kFirst>(int stage, bool is_last, bool more) {
-        float* const to = sums + kFirst / 2;
         hold(products);
         wgmma_fence();
         worker.template multiply<kHalf>(products, false, kFirst);
@@ -269,27 +291,15 @@ __device__ void sum_halves(Worker<K>& worker, ScalesOfB<K>& b_scales, const Corn
         if constexpr (K::kScaled && !K::kByRows) {
             ScalesOfColumns<K> columns(block, stage, kFirst);
             wait_for_products();
-#pragma unroll
-            for (int j = 0; j < kHalf / 8; ++j) {
-                const float2 scale = columns.take(j);
-                to[4 * j] = fmaf(products[4 * j], low * scale.x, to[4 * j]);
-                to[4 * j + 1] = fmaf(products[4 * j + 1], low * scale.y, to[4 * j + 1]);
-                to[4 * j + 2] = fmaf(products[4 * j + 2], high * scale.x, to[4 * j + 2]);
-                to[4 * j + 3] = fmaf(products[4 * j + 3], high * scale.y, to[4 * j + 3]);
-            }
+            add_half<K>(sums + kFirst / 2, products, low, high, columns);
             if (is_last) release(block, stage);
         } else {
             wait_for_products();
             if (is_last) release(block, stage);
             const float scale = kFirst == 0 ? of_halves.x : of_halves.y;
-            const float low_scale = low * scale, high_scale = high * scale;
-#pragma unroll
-            for (int i = 0; i < kHalf / 2; ++i) {
-                to[i] = K::kScaled ? fmaf(products[i], i % 4 < 2 ? low_scale : high_scale, to[i]) : to[i] + products[i];
-            }
+            add_half<K>(sums + kFirst / 2, products, low * scale, high * scale);
         }
     };
-    if (steps > 0) worker.wait();
     const auto sum_step = [&](int step) {
         const int stage = worker.turn.stage;
         const bool more = step + 1 < steps;
@@ -302,9 +312,9 @@ __device__ void sum_halves(Worker<K>& worker, ScalesOfB<K>& b_scales, const Corn
         half.template operator()<0>(stage, !both, more);
         if (both) half.template operator()<kHalf>(stage, true, more);
     };
+    if (steps > 0) worker.wait();
     if constexpr (K::kScaled && K::kByRows) {
-        int step = 0;
-        while (step < steps) {
+        for (int step = 0; step < steps;) {
             const int end = min(step + ScalesOfB<K>::kHeld, steps);
             b_scales.advance(step);
             for (; step < end; ++step) sum_step(step);

@@ -10,12 +10,7 @@ from typing import Any
 import torch
 
 from te_fast import _config
-from te_fast.errors import (
-    ArgumentError,
-    DeviceError,
-    DtypeError,
-    ShapeError,
-)
+from te_fast.errors import ArgumentError, DeviceError, DtypeError, ShapeError
 from te_fast.graphs.form import forward_traced
 from te_fast.graphs.refusal import refusal
 from te_fast.layers.missing import name_the_wrong_one
@@ -31,7 +26,7 @@ from te_fast.layers.parameters import (
 )
 from te_fast.layers.parts import PartedLayer, concatenate
 from te_fast.ops.expert_loop import ExpertLoop, Experts, is_needed, read_counts, takes
-from te_fast.parallel.agreement import Agreement
+from te_fast.parallel.agreement import compare_experts_in_debug
 from te_fast.runtime import native, scale_tape
 from te_fast.runtime.caller_memory import check_buffer
 from te_fast.runtime.calls import grouped_layer_call_method
@@ -650,8 +645,8 @@ class GroupedLinear(PartedLayer):
     ) -> torch.Tensor | tuple[torch.Tensor, Any]:
         """Run the forward of calls that the native side does not take at once, by the recipe of the region in force."""
         traced = is_traced(inp)
-        if _config.DEBUG and self.tp_size > 1 and self.tp_group is not None and not traced:
-            self._compare_ranks(inp, m_splits)
+        if not traced:
+            compare_experts_in_debug(self, inp, m_splits)
         if is_needed(inp, self.in_features, self.out_features):
             given = out is not None or dgrad_out is not None
             refuse(self.name, {"out or dgrad_out of experts that run one by one": given})
@@ -674,21 +669,6 @@ class GroupedLinear(PartedLayer):
         if y is None:
             y = self._general(inp, splits, is_first_microbatch, buffers)
         return self._with_biases(y) if self.return_bias else y
-
-    def _compare_ranks(self, inp: torch.Tensor, m_splits: Any) -> None:
-        """With ``TE_FAST_DEBUG=1``, refuse a call that other ranks of ``tp_group`` make with other counts or inputs.
-
-        Without it nothing is compared: the layer has no collective, and the counts differ from step to step.
-        """
-        is_tensor = isinstance(m_splits, torch.Tensor)
-        counts = m_splits.tolist() if is_tensor else list(self._counts(m_splits))
-        settings = self.parallel_mode, self.num_gemms, self.in_features, self.out_features
-        wanted = torch.is_grad_enabled() and (
-            inp.requires_grad or any(p.requires_grad for p in self.parameters())
-        )
-        Agreement(self.name, self.tp_group, str(settings)).check(
-            inp, wanted=wanted, needs_input=wanted and inp.requires_grad, splits=counts
-        )
 
     def _note_looped_region(self) -> None:
         """Note the region for a forward that torch's checkpoint repeats outside of it, in place of the program's."""

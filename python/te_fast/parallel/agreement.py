@@ -100,7 +100,7 @@ class Agreement:
             "recipe": [zlib.crc32(recipe.encode())],
             "sizes and settings of the layer": [zlib.crc32(self._layer.encode())],
             "set of what wants gradients": [int(wanted), int(needs_input)],
-            "number of each expert's rows": [zlib.crc32(str(splits).encode())],
+            "number of each expert's rows": [zlib.crc32(repr(splits).encode())],
             "communication_chunks, or CUDA_DEVICE_MAX_CONNECTIONS,": list(map(int, setting())),
         }
         own["input's shape"] += [0] * (_DIMENSIONS + 1 - len(own["input's shape"]))
@@ -135,3 +135,35 @@ class Agreement:
             )
             message = f"{self._name}: the {what} must be the same on all ranks of tp_group; {shown}"
             raise RanksError(message)
+
+
+def compare_experts_in_debug(
+    layer: Any, x: torch.Tensor, splits: Sequence[int] | torch.Tensor
+) -> None:
+    """With ``TE_FAST_DEBUG=1``, compare a call of a layer of experts among the ranks that divide the experts' features.
+
+    Without it nothing is compared: such a layer has no collective, and its counts differ from step to step.
+
+    Parameters
+    ----------
+    layer : te_fast.pytorch.GroupedLinear
+        The layer.
+    x : torch.Tensor
+        Its input.
+    splits : list of int or torch.Tensor
+        Rows of each expert. Those of a GPU are read, which synchronises.
+
+    Raises
+    ------
+    RanksError
+        If another rank makes another call; all ranks raise.
+    """
+    if not _config.DEBUG or layer.tp_size == 1 or layer.tp_group is None:
+        return
+    counts = splits.tolist() if isinstance(splits, torch.Tensor) else splits
+    settings = layer.parallel_mode, layer.num_gemms, layer.in_features, layer.out_features
+    needed = [x.requires_grad, *(parameter.requires_grad for parameter in layer.parameters())]
+    wanted = torch.is_grad_enabled() and any(needed)
+    Agreement(layer.name, layer.tp_group, str(settings)).check(
+        x, wanted=wanted, needs_input=wanted and needed[0], splits=counts
+    )
