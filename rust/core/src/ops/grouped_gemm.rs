@@ -354,3 +354,43 @@ fn kernel_of(spec: &GroupedGemmSpec) -> Option<Kernel> {
         (Ok(fp8), _, false) => kernel(KernelId::GroupedWgradSplit(fp8), GROUPED_COLUMNS_WGRAD, true),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A weight gradient of four experts under block scales, by multiprocessors of an H200.
+    fn chosen(n: usize, k: usize, accumulate: bool) -> Option<(KernelId, usize)> {
+        let spec = GroupedGemmSpec {
+            kind: GroupedKind::WeightGradient,
+            groups: 4,
+            rows: 4096,
+            counted: 4096,
+            n,
+            k,
+            a: DType::E5m2,
+            b: DType::E4m3,
+            d: DType::Bf16,
+            scaling: GroupedScaling::Block,
+            bias: None,
+            accumulate,
+            fast_accumulation: false,
+            b_k_outermost: false,
+            align: BLOCK,
+            scale_pitch: 0,
+        };
+        let kernel = wider(&spec, kernel_of(&spec)?, 132);
+        Some((kernel.id, kernel.columns))
+    }
+
+    #[test]
+    fn stored_weight_gradients_of_many_tiles_have_wider_ones() {
+        let usual = Some((KernelId::GroupedWgradBlock(Fp8::E5m2), GROUPED_COLUMNS_WGRAD));
+        let wide = Some((KernelId::GroupedWgradStoredBlock(Fp8::E5m2), GROUPED_COLUMNS));
+        // 4 x 11 x 3 tiles are one for each multiprocessor.
+        assert_eq!(chosen(11 * 128, 3 * 256, false), wide);
+        assert_eq!(chosen(10 * 128 + 8, 2 * 256 + 16, false), wide);
+        assert_eq!(chosen(10 * 128, 3 * 256, false), usual);
+        assert_eq!(chosen(11 * 128, 3 * 256, true), usual);
+    }
+}
