@@ -20,8 +20,9 @@ SIZES = [(1, 1), (3, 3), (5, 8), (7, 129), (1025, 4), (3, 4097), (129, 1000)]
 def values(rows: int, cols: int, dtype: torch.dtype, first: int) -> torch.Tensor:
     """Random numbers and edges, `first` elements behind an aligned address."""
     x = torch.randn(rows * cols + first, device="cuda", dtype=dtype)
-    edges = torch.tensor([0.0, -0.0, float("inf"), float("nan"), torch.finfo(dtype).max])
-    x[:: max(1, x.numel() // 7)][:5] = edges.to(x)[: x[:: max(1, x.numel() // 7)][:5].numel()]
+    edges = [0.0, -0.0, float("inf"), float("nan"), torch.finfo(dtype).max]
+    places = torch.linspace(0, x.numel() - 1, len(edges)).long().to(x.device)
+    x[places] = torch.tensor(edges, dtype=dtype, device="cuda")
     return x[first:].view(rows, cols)
 
 
