@@ -39,8 +39,9 @@ FP8 = [
     ("tensor", E5M2, False),
     ("tensor", E4M3, False),
     ("block", E4M3, False),
+    ("block", E5M2, False),
 ]
-FP8_IDS = ["fast", "split e5m2", "split", "block"]
+FP8_IDS = ["fast", "split e5m2", "split", "block", "block e5m2"]
 
 
 def run(problem: Problem, out: torch.Tensor, **options: object) -> None:

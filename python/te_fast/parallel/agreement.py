@@ -142,7 +142,8 @@ def compare_experts_in_debug(
 ) -> None:
     """With ``TE_FAST_DEBUG=1``, compare a call of a layer of experts among the ranks that divide the experts' features.
 
-    Without it nothing is compared: such a layer has no collective, and its counts differ from step to step.
+    Without it nothing is compared: such a layer has no collective, and its counts differ from step to step. Nor is
+    anything under capture, where counts cannot be read.
 
     Parameters
     ----------
@@ -159,6 +160,8 @@ def compare_experts_in_debug(
         If another rank makes another call; all ranks raise.
     """
     if not _config.DEBUG or layer.tp_size == 1 or layer.tp_group is None:
+        return
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
         return
     counts = splits.tolist() if isinstance(splits, torch.Tensor) else splits
     settings = layer.parallel_mode, layer.num_gemms, layer.in_features, layer.out_features
