@@ -6,6 +6,7 @@
 // Moves:  sizeof(x) + sizeof(y) bytes per element, + sizeof(r) with r.
 
 #include "common/constants.cuh"
+#include "common/reduce.cuh"
 #include "common/vec.cuh"
 
 namespace te_fast::quantize {
@@ -58,14 +59,38 @@ __device__ void store_row(void* to, uint64_t index, int count, const float (&val
     }
 }
 
+// Stores the eight columns of each lane of a warp, which follow each other in memory. Neighbours exchange halves, so
+// that the two store one lane's sector of 32 bytes together, and then the other's: a lane that stored both words of its
+// own sector would leave half of every sector to the next instruction. All lanes of the warp are here.
+__device__ void store_neighbours(float* to, uint64_t index, const float (&values)[8]) {
+    const bool odd = threadIdx.x % 2 != 0;
+    float own[4], other[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        own[i] = odd ? values[4 + i] : values[i];
+        other[i] = __shfl_xor_sync(kFullWarp, odd ? values[i] : values[4 + i], 1);
+    }
+    // The even lane's sector, then the odd lane's.
+    const auto word = [](const float (&from)[4]) { return make_float4(from[0], from[1], from[2], from[3]); };
+    auto* at = reinterpret_cast<float4*>(to + index) - (odd ? 1 : 0);
+    at[0] = odd ? word(other) : word(own);
+    at[2] = odd ? word(own) : word(other);
+}
+
 template <Floating In>
 __device__ void affine(const AffineParams& p) {
-    const uint64_t groups = (p.cols + 7) / 8;
     const uint64_t group = static_cast<uint64_t>(blockIdx.x) * kThreads + threadIdx.x;
-    if (group >= p.rows * groups) return;
-    const uint64_t row = group / groups, col = (group - row * groups) * 8;
-    const int count = static_cast<int>(min(p.cols - col, uint64_t{8}));
-    const uint64_t index = row * p.cols + col;
+    const bool whole = p.cols % 8 == 0;
+    const uint64_t in_row = (p.cols + 7) / 8, groups = p.rows * in_row;
+    if (group >= groups) return;
+    uint64_t index = group * 8, col = 0;
+    int count = 8;
+    if (!whole || p.b != nullptr) {
+        const uint64_t row = group / in_row;
+        col = (group - row * in_row) * 8;
+        index = row * p.cols + col;
+        count = static_cast<int>(min(p.cols - col, uint64_t{8}));
+    }
     float x[8], other[8];
     load_row<In>(p.x, index, count, x);
 #pragma unroll
@@ -81,7 +106,12 @@ __device__ void affine(const AffineParams& p) {
         for (int i = 0; i < 8; ++i) x[i] = __fadd_rn(x[i], other[i]);
     }
     if (p.y_type == 0) {
-        store_row<f32>(p.y, index, count, x);
+        const bool full_warp = group / 32 * 32 + 32 <= groups;
+        if (whole && full_warp && is_aligned(p.y, 16)) {
+            store_neighbours(static_cast<float*>(p.y), index, x);
+        } else {
+            store_row<f32>(p.y, index, count, x);
+        }
     } else if (p.y_type == 1) {
         store_row<f16>(p.y, index, count, x);
     } else {
