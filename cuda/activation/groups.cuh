@@ -40,8 +40,7 @@ static_assert(sizeof(GroupsShared) == kGroupsShared);
 // The block's tile: its group, and its place in the activation's result.
 struct GroupTile {
     GroupRows group;
-    uint64_t row;
-    uint32_t col;
+    uint32_t row, col;
 
     __device__ bool find(const quantize::CastGroupsParams& p) { return quantize::find_tile(p, group, row, col); }
     __device__ TilePlace place(size_t cols) const { return at(cols, col); }

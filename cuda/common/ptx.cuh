@@ -87,6 +87,7 @@ __device__ inline void forget(uint4& words) {
 
 // The same for a number that addresses are computed from: they are computed again instead of kept.
 __device__ inline void forget(uint32_t& number) { asm volatile("" : "+r"(number)); }
+__device__ inline void forget(uint8_t*& address) { asm volatile("" : "+l"(address)); }
 
 // mov %tid.x: reads threadIdx.x again, for code that has no register to keep it.
 __device__ inline uint32_t thread_index() {

@@ -47,15 +47,18 @@ __device__ inline void load_group_patch(const CastGroupsParams& p, const CastBlo
                                         const TilePlace& place, const PatchPlace<false>& patch,
                                         Raw8<In> (&raw)[kPatch]) {
     if (p.numbers == nullptr) return load_patch<kVectors>(b, patch, raw);
-    const size_t first = group.first + place.row(0);
-    int32_t source[kPatch];
-#pragma unroll
-    for (int i = 0; i < kPatch; ++i) source[i] = i < patch.rows ? source_of(p, __ldg(p.numbers + first + i)) : -1;
+    // A warp has 16 rows. Each lane reads the number of one, so that one load brings those of all.
+    constexpr uint32_t kRows = 2 * kPatch;
+    const uint32_t lane = threadIdx.x % 32;
+    const size_t row = place.row0 + threadIdx.x / 32 * kRows + lane % kRows;
+    const int32_t own = row < place.rows ? source_of(p, __ldg(p.numbers + group.first + row)) : -1;
+    const In* x = static_cast<const In*>(p.x) + place.col();
 #pragma unroll
     for (int i = 0; i < kPatch; ++i) {
+        const int32_t source = __shfl_sync(kFullWarp, own, lane / kPatches * kPatch + i);
         raw[i] = zero8<In>();
-        if (source[i] < 0) continue;
-        const In* from = static_cast<const In*>(p.x) + source[i] * p.cols + place.col();
+        if (source < 0 || patch.width == 0) continue;
+        const In* from = x + static_cast<uint64_t>(static_cast<uint32_t>(source)) * patch.stride;
         raw[i] = kVectors ? load8<In>(from) : load8_partial<In>(from, patch.width);
     }
 }
@@ -91,10 +94,10 @@ __device__ void amax_tokens(const CastGroupsParams& p) {
 
 // The maximum of a part of a group's rows, from those of their tokens.
 __device__ inline float gathered_max(const CastGroupsParams& p, const GroupRows& group, uint32_t part) {
-    const uint64_t each = (group.rows + p.parts - 1) / p.parts;
-    const uint64_t begin = min(part * each, group.rows), end = min(begin + each, group.rows);
+    const uint32_t each = (group.rows + p.parts - 1) / p.parts;
+    const uint32_t begin = min(part * each, group.rows), end = min(begin + each, group.rows);
     float amax = 0.0f;
-    for (uint64_t i = begin + threadIdx.x; i < end; i += kThreads) {
+    for (uint32_t i = begin + threadIdx.x; i < end; i += kThreads) {
         const int32_t source = source_of(p, p.numbers[group.first + i]);
         if (source >= 0) amax = fmaxf(amax, p.token_max[source]);
     }
@@ -106,7 +109,8 @@ __device__ void amax_groups(const CastGroupsParams& p) {
     if (is_noop(p)) return;
     __shared__ float scratch[kThreads / 32];
     const uint32_t index = blockIdx.x / p.parts, part = blockIdx.x % p.parts;
-    GroupRows group{index * p.rows, p.rows, 0, index};
+    const auto rows = static_cast<uint32_t>(p.rows);
+    GroupRows group{index * rows, rows, 0, index};
     if (p.equal == 0) rows_of_group<kThreads>(p.splits, index, p.rows, group);
     if (p.numbers != nullptr) {
         const float found = block_max<kThreads>(gathered_max(p, group, part), scratch);
@@ -159,13 +163,13 @@ __device__ void cast_groups(const CastGroupsParams& p) {
         }
     }
     GroupRows group;
-    uint64_t tile_row;
+    uint32_t tile_row;
     uint32_t tile_col;
     if (!find_tile(p, group, tile_row, tile_col)) return;
     if (threadIdx.x == 0) group_scale = scale_of(p, group.index);
     __syncthreads();
     const CastBlockParams b = of_group(p, group, sizeof(In));
-    const TilePlace place(min(b.rows, (tile_row + 1) * kTile), b.cols, tile_row, tile_col);
+    const TilePlace place(min(b.rows, (tile_row + uint64_t{1}) * kTile), b.cols, tile_row, tile_col);
     float* amax = p.amax == nullptr ? nullptr : p.amax + static_cast<size_t>(group.index) * p.stride;
     const bool vectors = rows_are_vectors<In>(source_rows<In>(p, b), b.out, b.cols);
     vectors ? cast_group_tile<true, In, Out>(p, b, group, place, group_scale, amax, shared)
@@ -187,11 +191,11 @@ __device__ void cast_block_groups(const CastGroupsParams& p) {
     if (is_noop(p)) return;
     __shared__ BlockShared<In> shared;
     GroupRows group;
-    uint64_t tile_row;
+    uint32_t tile_row;
     uint32_t tile_col;
     if (!find_tile(p, group, tile_row, tile_col)) return;
     const CastBlockParams b = of_group(p, group, sizeof(In));
-    const TilePlace place(min(b.rows, (tile_row + 1) * kTile), b.cols, tile_row, tile_col);
+    const TilePlace place(min(b.rows, (tile_row + uint64_t{1}) * kTile), b.cols, tile_row, tile_col);
     const bool vectors = rows_are_vectors<In>(source_rows<In>(p, b), b.out, b.cols);
     if constexpr (kTwoDimensional) {
         vectors ? cast_block_2d<true, In, Out>(b, place, shared) : cast_block_2d<false, In, Out>(b, place, shared);
@@ -201,11 +205,13 @@ __device__ void cast_block_groups(const CastGroupsParams& p) {
     }
 }
 
-// As kBlocks, with fewer blocks because the search for the group takes registers.
+// As kBlocks, with fewer blocks where a kernel would spill: the place of the group takes registers.
 template <Floating In>
-constexpr int kGroupBlocks = kBlocks<In> > 1 ? kBlocks<In> - 1 : 1;
+constexpr int kFewerBlocks = kBlocks<In> > 1 ? kBlocks<In> - 1 : 1;
 template <Floating In>
-constexpr int kSquareBlocks = kGroupBlocks<In> > 1 ? kGroupBlocks<In> - 1 : 1;
+constexpr int kRowBlocks = std::same_as<In, f16> ? kFewerBlocks<In> : kBlocks<In>;
+template <Floating In>
+constexpr int kSquareBlocks = kFewerBlocks<In> > 1 ? kFewerBlocks<In> - 1 : 1;
 
 #define AMAX(symbol, maxima)                                                                                    \
     extern "C" __global__ void __launch_bounds__(kThreads) symbol(const __grid_constant__ CastGroupsParams p) { \
@@ -226,8 +232,8 @@ AMAX(amax_groups_bf16, amax_groups<bf16>)
         ptx::wait_for_prior_grids();                                   \
         cast(p);                                                       \
     }
-#define TENSOR(symbol, in, out) INSTANCE(symbol, (cast_groups<in, out>), kGroupBlocks<in>)
-#define BLOCKS_1D(symbol, in, out) INSTANCE(symbol, (cast_block_groups<false, in, out>), kGroupBlocks<in>)
+#define TENSOR(symbol, in, out) INSTANCE(symbol, (cast_groups<in, out>), kBlocks<in>)
+#define BLOCKS_1D(symbol, in, out) INSTANCE(symbol, (cast_block_groups<false, in, out>), kRowBlocks<in>)
 #define BLOCKS_2D(symbol, in, out) INSTANCE(symbol, (cast_block_groups<true, in, out>), kSquareBlocks<in>)
 
 TENSOR(cast_groups_f32_e4m3, f32, e4m3)

@@ -50,19 +50,20 @@ __device__ inline uint32_t strip_of(const CastGroupsParams& p, uint32_t& tile_co
 }
 
 // The block's group, and its tile along the group's rows; false for a block without one.
-__device__ inline bool find_tile(const CastGroupsParams& p, GroupRows& group, uint64_t& tile_row, uint32_t& tile_col) {
-    const uint64_t strip = strip_of(p, tile_col);
+__device__ inline bool find_tile(const CastGroupsParams& p, GroupRows& group, uint32_t& tile_row, uint32_t& tile_col) {
+    const uint32_t strip = strip_of(p, tile_col);
+    const auto rows = static_cast<uint32_t>(p.rows);
     if (p.equal != 0) {
-        const uint64_t strips = (p.rows + kTile - 1) / kTile;
+        const uint32_t strips = (rows + kTile - 1) / kTile;
         if (strips == 0) return false;
-        group.index = static_cast<uint32_t>(strip / strips);
-        group.first = group.index * p.rows;
-        group.rows = p.rows;
+        group.index = strip / strips;
+        group.first = group.index * rows;
+        group.rows = rows;
         group.padded = 0;
         tile_row = strip % strips;
         return group.index < p.groups;
     }
-    if (!find_group<kTileThreads>(p.splits, p.groups, p.rows, strip, group)) return false;
+    if (!find_group(p.splits, p.groups, rows, strip, group)) return false;
     tile_row = strip - group.padded / kTile;
     return true;
 }

@@ -10,9 +10,9 @@ namespace te_fast::quantize {
 
 // The rows of one group.
 struct GroupRows {
-    uint64_t first;  // of the tensor
-    uint64_t rows;
-    uint64_t padded;  // the first one where each group begins at a multiple of kTile
+    uint32_t first;  // of the tensor, which has fewer than 2^31
+    uint32_t rows;
+    uint32_t padded;  // the first one where each group begins at a multiple of a tile's rows
     uint32_t index;
 };
 
@@ -21,46 +21,59 @@ __device__ inline uint64_t clamped(int64_t count, uint64_t rows) {
     return count < 0 ? 0 : min(static_cast<uint64_t>(count), rows);
 }
 
-// Counts of groups `begin` to `end`, within `rows` rows.
-__device__ inline uint64_t count_rows(const int64_t* splits, uint32_t begin, uint32_t end, uint64_t rows) {
-    uint64_t sum = 0;
-    for (uint32_t group = begin; group < end; ++group) sum += clamped(splits[group], rows);
-    return sum;
+// Finds the group that has tile `strip` along the rows, of those that begin at multiples of its rows; false where no
+// group has it. For one warp, which reads 32 counts at a time, one in each lane. Sums stay below 2^32.
+__device__ inline bool find_group_in_warp(const int64_t* splits, uint32_t groups, uint32_t rows, uint32_t strip,
+                                          GroupRows& found) {
+    using tile::kTile;
+    const uint32_t lane = threadIdx.x % 32;
+    uint32_t rows_before = 0, tiles_before = 0;
+    for (uint32_t base = 0; base < groups; base += 32) {
+        const int64_t given = base + lane < groups ? splits[base + lane] : 0;
+        uint32_t end = static_cast<uint32_t>(clamped(given, rows));
+#pragma unroll
+        for (uint32_t distance = 1; distance < 32; distance *= 2) {
+            const uint32_t other = __shfl_up_sync(kFullWarp, end, distance);
+            if (lane >= distance) end = min(end + other, rows);
+        }
+        end = min(rows_before + end, rows);
+        const uint32_t before = __shfl_up_sync(kFullWarp, end, 1);
+        const uint32_t first = lane == 0 ? rows_before : before;
+        const uint32_t tiles = (end - first + kTile - 1) / kTile;
+        uint32_t tiles_end = tiles;
+#pragma unroll
+        for (uint32_t distance = 1; distance < 32; distance *= 2) {
+            const uint32_t other = __shfl_up_sync(kFullWarp, tiles_end, distance);
+            if (lane >= distance) tiles_end += other;
+        }
+        tiles_end += tiles_before;
+        const uint32_t behind = __ballot_sync(kFullWarp, strip < tiles_end);
+        if (behind != 0) {
+            const int owner = __ffs(behind) - 1;
+            found.first = __shfl_sync(kFullWarp, first, owner);
+            found.rows = __shfl_sync(kFullWarp, end - first, owner);
+            found.padded = __shfl_sync(kFullWarp, tiles_end - tiles, owner) * kTile;
+            found.index = base + owner;
+            return true;
+        }
+        rows_before = __shfl_sync(kFullWarp, end, 31);
+        tiles_before = __shfl_sync(kFullWarp, tiles_end, 31);
+    }
+    return false;
 }
 
-// Finds the group that has tile `strip` along the rows, of those that begin at multiples of kTile; false where no
-// group has it. The same in every thread. Contains barriers.
-template <int kThreads>
-__device__ inline bool find_group(const int64_t* splits, uint32_t groups, uint64_t rows, uint64_t strip,
+// The same in every thread of a block. Contains a barrier.
+__device__ inline bool find_group(const int64_t* splits, uint32_t groups, uint32_t rows, uint32_t strip,
                                   GroupRows& found) {
-    __shared__ uint64_t scratch[kThreads / 32];
     __shared__ GroupRows shared;
     __shared__ bool exists;
-    const uint32_t each = (groups + kThreads - 1) / kThreads;
-    const uint32_t begin = min(threadIdx.x * each, groups), end = min(begin + each, groups);
-    if (threadIdx.x == 0) exists = false;
-    uint64_t total;
-    const uint64_t counted = count_rows(splits, begin, end, rows);
-    uint64_t first = block_scan<kThreads>(counted, Sum{}, scratch, total) - counted;
-    const auto visit = [&](auto take) {
-        uint64_t at = min(first, rows);
-        for (uint32_t group = begin; group < end; ++group) {
-            const uint64_t here = min(clamped(splits[group], rows), rows - at);
-            take(group, at, here);
-            at += here;
+    if (threadIdx.x < 32) {
+        const bool here = find_group_in_warp(splits, groups, rows, strip, found);
+        if (threadIdx.x == 0) {
+            shared = found;
+            exists = here;
         }
-    };
-    uint64_t tiles = 0;
-    visit([&](uint32_t, uint64_t, uint64_t here) { tiles += (here + kTile - 1) / kTile; });
-    uint64_t before = block_scan<kThreads>(tiles, Sum{}, scratch, total) - tiles;
-    visit([&](uint32_t group, uint64_t at, uint64_t here) {
-        const uint64_t own = (here + kTile - 1) / kTile;
-        if (strip >= before && strip < before + own) {
-            shared = GroupRows{at, here, before * kTile, group};
-            exists = true;
-        }
-        before += own;
-    });
+    }
     __syncthreads();
     found = shared;
     return exists;
@@ -73,8 +86,8 @@ __device__ inline void rows_of_group(const int64_t* splits, uint32_t group, uint
     uint64_t sum = 0, total;
     for (uint32_t other = threadIdx.x; other < group; other += kThreads) sum += clamped(splits[other], rows);
     block_scan<kThreads>(sum, Sum{}, scratch, total);
-    found.first = min(total, rows);
-    found.rows = min(clamped(splits[group], rows), rows - found.first);
+    found.first = static_cast<uint32_t>(min(total, rows));
+    found.rows = static_cast<uint32_t>(min(clamped(splits[group], rows), rows - found.first));
     found.index = group;
 }
 

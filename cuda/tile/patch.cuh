@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "common/constants.cuh"
+#include "common/ptx.cuh"
 #include "common/types.cuh"
 #include "common/vec.cuh"
 
@@ -156,6 +157,7 @@ __device__ inline void store_bytes8(uint8_t* to, const PatchPlace<kGated>& patch
     if constexpr (kVectors) {
         store<kRead>(reinterpret_cast<uint2*>(to), bytes);
     } else {
+        ptx::forget(to);  // one address for all columns; the compiler would keep one for each
         patch.for_columns([&](int c, uint32_t offset) {
             to[offset] = static_cast<uint8_t>((c < 4 ? bytes.x : bytes.y) >> (8 * (c % 4)));
         });

@@ -87,7 +87,11 @@ def test_counted_casts_have_the_hosts_bits(name, dtype, splits, cols, offset):
         assert torch.equal(slots["amax"], near["amax"].cpu())
 
 
-@pytest.mark.parametrize("splits", [[3, -5, 4], [200, 200], [1 << 40, 1]], ids=str)
+@pytest.mark.parametrize(
+    "splits",
+    [[3, -5, 4], [200, 200], [1 << 40, 1], [1, -(1 << 62), 0] * 40 + [1 << 62, 7]],
+    ids=["negative", "too many", "beyond 32 bits", "122 groups"],
+)
 @pytest.mark.parametrize("name", ["current", "block"])
 def test_counts_that_do_not_fit_are_cut_off(name, splits):
     recipe, x = RECIPES[name](), data(130, 136, torch.bfloat16)
