@@ -19,8 +19,8 @@ struct GroupedParams {
     TensorMap b_scale;         // the same of B (weight gradients)
     const float* a_scale_inv;  // one per group
     const float* b_scale_inv;  // the same, or 128 x 128 scales
-    const int64_t* splits;
-    const void* bias;  // 16-bit elements; null: none
+    const int64_t* splits;     // null: one group has all rows
+    const void* bias;          // 16-bit elements; null: none
     void* result;
     uint64_t rows;
     uint64_t n;  // rows of B that make columns of D, or rows of D (weight gradients)

@@ -24,7 +24,7 @@ template <bool kByRows>
 class Schedule {
   public:
     // `row_tiles` is that of every group unless groups cut the rows (kByRows); then tiles are `tile_rows` high. Splits
-    // count `counted` rows at most: those that casts have padded to `rows`.
+    // count `counted` rows at most: those that casts have padded to `rows`. Null: one group has them all.
     __device__ Schedule(const int64_t* splits, int groups, int rows, int counted, int align, int tile_rows,
                         int row_tiles, int columns, bool skip_empty)
         : splits_(splits),
@@ -80,7 +80,8 @@ class Schedule {
     // rows.
     __device__ void load() {
         const int lane = threadIdx.x % 32;
-        const int64_t given = first_ + lane < groups_ ? splits_[first_ + lane] : 0;
+        int64_t given = 0;
+        if (first_ + lane < groups_) given = splits_ == nullptr ? counted_ : splits_[first_ + lane];
         const auto all = static_cast<uint32_t>(rows_), counted = static_cast<uint32_t>(counted_);
         auto rows = static_cast<uint32_t>(min(max(given, int64_t{0}), static_cast<int64_t>(counted_)));
         if constexpr (!kByRows) {

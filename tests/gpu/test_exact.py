@@ -1,4 +1,4 @@
-"""cuBLASLt's FP8 products on Hopper equal those of the host's emulation of the tensor cores, bit for bit."""
+"""FP8 products on Hopper equal those of the host's emulation of the tensor cores, bit for bit."""
 
 from __future__ import annotations
 
@@ -14,17 +14,22 @@ if torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("the emulation is of Hopper", allow_module_level=True)
 
 sys.path[:0] = [str(Path(__file__).parents[1])]
+from torch.profiler import ProfilerActivity, profile  # noqa: E402
+
 import te_fast  # noqa: E402
+import te_fast.pytorch as te  # noqa: E402
 from grouped_reference import fp8_values, scales_of, up  # noqa: E402
+from te_fast.common.recipe import Float8BlockScaling  # noqa: E402
 from te_fast.dispatch import QuantizedOperand  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 M, N = 64, 96
+MULTIPROCESSORS = torch.cuda.get_device_properties(0).multi_processor_count
 
 
-def both(x, w, x_scale, w_scale, blocks, out_type, *, fast):
+def both(x, w, x_scale, w_scale, blocks, out_type, *, fast, bias=None):
     """The product on the GPU, brought to the host, and on the host."""
     results = []
     for device in ("cuda", "cpu"):
@@ -40,8 +45,14 @@ def both(x, w, x_scale, w_scale, blocks, out_type, *, fast):
             )
             for data, scale, block in zip((x, w), (x_scale, w_scale), blocks, strict=True)
         ]
-        out = torch.empty(M, N, dtype=out_type, device=device)
-        te_fast.dispatch.gemm(*operands, out, fast_accumulation=fast, exact=device == "cpu")
+        out = torch.empty(len(x), len(w), dtype=out_type, device=device)
+        te_fast.dispatch.gemm(
+            *operands,
+            out,
+            bias=None if bias is None else bias.to(device),
+            fast_accumulation=fast,
+            exact=device == "cpu",
+        )
         results.append(out.cpu())
     return results
 
@@ -68,6 +79,38 @@ def test_block_scales(k, blocks) -> None:
         x, w, x_scale, scales_of(w_shape, make, "cpu"), blocks, torch.float32, fast=False
     )
     assert gpu.equal(host)
+
+
+@pytest.mark.parametrize(
+    ("x_type", "out_type"), [(E4M3, torch.bfloat16), (E5M2, torch.float32), (E4M3, torch.float16)]
+)
+@pytest.mark.parametrize("rows", [4219, 4096])
+def test_block_scales_of_many_tiles(rows, x_type, out_type) -> None:
+    """te_fast's kernel multiplies where its tiles fill the GPU, as the 132 of 4219 rows do."""
+    n, k = 1016, 144
+    make = torch.Generator().manual_seed(rows)
+    x, w = fp8_values((rows, k), x_type, make, "cpu"), fp8_values((n, k), E4M3, make, "cpu")
+    x_scale = scales_of((up(k, 128) // 128, up(rows, 4)), make, "cpu")
+    w_scale = scales_of((up(n, 128) // 128, up(up(k, 128) // 128, 4)), make, "cpu")
+    bias = None if out_type == torch.float32 else torch.randn(n, generator=make).to(out_type)
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        gpu, host = both(x, w, x_scale, w_scale, (1, 2), out_type, fast=False, bias=bias)
+    own = any("grouped_rows_block" in event.key for event in found.key_averages())
+    assert own == (rows == 4219 and MULTIPROCESSORS == 132)
+    assert gpu.equal(host)
+
+
+@pytest.mark.skipif(MULTIPROCESSORS != 132, reason="the rows fill 132 multiprocessors")
+def test_who_multiplies_is_said() -> None:
+    linear = te.ops.Linear(256, 1016, bias=False, device="cuda", dtype=torch.bfloat16)
+    chain = te.ops.Sequential(linear)
+    for rows in (4224, 256):
+        x = torch.ones(rows, 256, dtype=torch.bfloat16, device="cuda")
+        with torch.no_grad(), te.autocast(recipe=Float8BlockScaling()):
+            chain(x)
+    own, cublas = (line for line in chain.explain().splitlines() if "gemm" in line)
+    assert "by te_fast's kernel: its tiles fill the multiprocessors" in own
+    assert "by cuBLASLt: " in cublas
 
 
 @pytest.mark.parametrize("fast", [True, False])

@@ -46,6 +46,13 @@ pub fn learns_launches() -> bool {
     *LEARNS.get_or_init(|| flag("TE_FAST_LEARN", true))
 }
 
+/// `TE_FAST_OWN_GEMM=0` turns it off: dense products run by the kernels of `cuda/gemm/` where these are as fast as cuBLASLt.
+#[must_use]
+pub fn takes_own_gemm() -> bool {
+    static TAKES: OnceLock<bool> = OnceLock::new();
+    *TAKES.get_or_init(|| flag("TE_FAST_OWN_GEMM", true))
+}
+
 fn flag(name: &str, default: bool) -> bool {
     match std::env::var(name) {
         Ok(value) => value != "0" && !value.is_empty(),

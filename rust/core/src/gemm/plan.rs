@@ -4,15 +4,19 @@
 use std::sync::Arc;
 
 use rustc_hash::FxHashMap;
+use te_fast_kernels::constants::gemm::GROUPED_COLUMNS;
 
+use crate::base::config::takes_own_gemm;
 use crate::base::dtype::DType;
 use crate::base::error::{Error, ErrorKind, Result};
 use crate::base::pointer::DevPtr;
-use crate::cuda::device::CudaDevice;
+use crate::cuda::device::{CudaDevice, DeviceFacts};
 use crate::cuda::lt::{CublasLt, CublasPlan, NOT_SUPPORTED};
-use crate::gemm::problem::{GemmPointers, Problem, ScaleMode};
+use crate::gemm::grouped::{BLOCK, GroupedGemmSpec, GroupedKind, GroupedScaling};
+use crate::gemm::problem::{Epilogue, Factor, GemmPointers, Problem, ScaleMode};
 use crate::host::gemm as host_gemm;
 use crate::launch::target::{Backend, Target};
+use crate::ops::grouped_gemm::{GroupedGemmPlan, GroupedGemmPointers};
 
 /// Number of kept plans that no layer holds, in addition to the plans that layers hold.
 const IDLE_PLANS: usize = 1024;
@@ -22,12 +26,29 @@ const PART_ELEMENTS: usize = 1 << 30;
 /// Parts start where results and biases of every type are aligned to [`Problem::alignment`].
 const PART_GRANULE: usize = 128;
 
+/// Fewest rows of a product for which the kernel of `cuda/gemm/` is as fast as cuBLASLt, and the share of multiprocessors
+/// that its tiles keep busy then, in hundredths (`cuda/README.md` has the figures).
+const OWN_ROWS: usize = 4096;
+const OWN_BUSY_PERCENT: usize = 99;
+
 /// A problem made ready for one device.
 #[derive(Debug)]
 pub struct GemmPlan {
     problem: Problem,
-    /// One part, or several along n where cuBLAS cannot index the second operand at once; none on the host.
-    parts: Vec<Part>,
+    solver: Solver,
+    /// Why it is this solver.
+    reason: &'static str,
+}
+
+/// What multiplies.
+#[derive(Debug)]
+enum Solver {
+    /// The host backend; also products without a result.
+    Host,
+    /// One part, or several along n where cuBLAS cannot index the second operand at once.
+    CublasLt(Vec<Part>),
+    /// A kernel of `cuda/gemm/`, with one group.
+    Own(GroupedGemmPlan),
 }
 
 /// Some columns of the result.
@@ -55,20 +76,25 @@ impl GemmPlan {
             return Ok(());
         }
         let Target { backend, trace } = target;
-        match (backend, self.parts.as_slice()) {
-            (Backend::Cuda(queue), [part]) => {
-                trace.counters.learned_gemms += u64::from(part.cublas.run(queue, io, &self.problem)?);
-                Ok(())
+        match (backend, &self.solver) {
+            (Backend::Cuda(queue), Solver::Own(plan)) => {
+                plan.launch(queue, &GroupedGemmPointers::of(io, DevPtr::null()))
             }
-            (Backend::Cuda(queue), [_, _, ..]) => self.parts.iter().try_for_each(|part| {
+            (Backend::Cuda(queue), Solver::CublasLt(parts)) => parts.iter().try_for_each(|part| {
                 let [w, bias, d] = part.offsets;
                 let io = GemmPointers { w: io.w.offset(w), bias: io.bias.offset(bias), d: io.d.offset(d), ..*io };
                 trace.counters.learned_gemms += u64::from(part.cublas.run(queue, &io, &self.problem)?);
                 Ok(())
             }),
-            (Backend::Host, []) => host_gemm::run(&self.problem, io),
+            (Backend::Host, Solver::Host) => host_gemm::run(&self.problem, io),
             _ => Err(Error::state("gemm", "a plan was run on another device than it was made for")),
         }
+    }
+
+    /// What multiplies, and why; empty on the host.
+    #[must_use]
+    pub const fn reason(&self) -> &'static str {
+        self.reason
     }
 }
 
@@ -93,21 +119,30 @@ impl GemmPlans {
             return Ok(Arc::clone(plan));
         }
         problem.check()?;
-        let mut parts = Vec::new();
-        if device.is_some() && problem.m != 0 && problem.n != 0 {
-            let cublas = match &mut self.cublas {
-                Some(cublas) => cublas,
-                none => none.insert(CublasLt::open()?),
-            };
-            parts = make_parts(cublas, &problem)?;
-        }
+        let (solver, reason) = match device {
+            Some(device) if problem.m != 0 && problem.n != 0 => self.solver(device, &problem)?,
+            _ => (Solver::Host, ""),
+        };
         if self.plans.len() >= IDLE_PLANS + 2 * self.held {
             self.plans.retain(|_, plan| Arc::strong_count(plan) > 1);
             self.held = self.plans.len();
         }
-        let plan = Arc::new(GemmPlan { problem, parts });
+        let plan = Arc::new(GemmPlan { problem, solver, reason });
         self.plans.insert(problem, Arc::clone(&plan));
         Ok(plan)
+    }
+
+    /// What multiplies on a GPU, and why.
+    fn solver(&mut self, device: &CudaDevice, problem: &Problem) -> Result<(Solver, &'static str)> {
+        let reason = match own(device.facts(), problem) {
+            Ok(plan) => return Ok((Solver::Own(plan), "te_fast's kernel: its tiles fill the multiprocessors")),
+            Err(reason) => reason,
+        };
+        let cublas = match &mut self.cublas {
+            Some(cublas) => cublas,
+            none => none.insert(CublasLt::open()?),
+        };
+        Ok((Solver::CublasLt(make_parts(cublas, problem)?), reason))
     }
 
     /// Number of plans.
@@ -121,6 +156,50 @@ impl GemmPlans {
     pub fn is_empty(&self) -> bool {
         self.plans.is_empty()
     }
+}
+
+/// Whether tiles of the kernels of `cuda/gemm/` leave few multiprocessors idle in their last turn.
+fn keeps_busy(m: usize, n: usize, multiprocessors: usize) -> bool {
+    let tiles = m.div_ceil(BLOCK) * n.div_ceil(GROUPED_COLUMNS);
+    100 * tiles >= OWN_BUSY_PERCENT * multiprocessors * tiles.div_ceil(multiprocessors)
+}
+
+/// The product of one group by a kernel of `cuda/gemm/`, where it is as fast as cuBLASLt's; else why it is not taken.
+fn own(facts: &DeviceFacts, problem: &Problem) -> std::result::Result<GroupedGemmPlan, &'static str> {
+    let &Problem { m, n, k, x, w, d, ldd, bias, alpha, epilogue, accumulate, .. } = problem;
+    if !takes_own_gemm() {
+        return Err("cuBLASLt: TE_FAST_OWN_GEMM is 0");
+    }
+    if (x.scale, w.scale) != (ScaleMode::Block1d, ScaleMode::Block2d) {
+        return Err("cuBLASLt: it is faster but for products of 1 x 128 by 128 x 128 scales");
+    }
+    let plain = alpha == Factor::ONE && epilogue == Epilogue::None && !accumulate;
+    if !plain || (x.ld, w.ld, ldd) != (k, k, n) {
+        return Err("cuBLASLt: te_fast's kernel takes contiguous tensors, and has no epilogue but a bias");
+    }
+    if m < OWN_ROWS || !keeps_busy(m, n, facts.multiprocessors as usize) {
+        return Err("cuBLASLt: te_fast's kernel is as fast only where many tiles fill the multiprocessors");
+    }
+    let spec = GroupedGemmSpec {
+        kind: GroupedKind::Rows,
+        groups: 1,
+        rows: m,
+        counted: m,
+        n,
+        k,
+        a: x.dtype,
+        b: w.dtype,
+        d,
+        scaling: GroupedScaling::Block,
+        bias,
+        accumulate: false,
+        fast_accumulation: false,
+        b_k_outermost: false,
+        align: 1,
+        scale_pitch: m.next_multiple_of(4),
+    };
+    let plan = GroupedGemmPlan::new(spec).ok().filter(|plan| plan.runs_on(facts));
+    plan.ok_or("cuBLASLt: there is no kernel of te_fast's for these types, sizes and this GPU")
 }
 
 /// The whole problem, or parts of its rows if cuBLAS has no algorithm for a second operand of this size.
@@ -169,6 +248,19 @@ mod tests {
             fast_accumulation: false,
             exact: false,
             alignment: 256,
+        }
+    }
+
+    #[test]
+    fn tiles_that_fill_the_last_turn_keep_all_busy() {
+        for (m, n, busy) in [
+            (4219, 1016, true),   // 132 tiles
+            (4219, 1032, false),  // 165 of 264
+            (4096, 1024, false),  // 128 of 132
+            (2048, 22016, false), // 1376 of 1452
+            (8192, 22016, true),  // 5504 of 5544
+        ] {
+            assert_eq!(keeps_busy(m, n, 132), busy, "{m} x {n}");
         }
     }
 

@@ -16,6 +16,7 @@ use crate::base::pointer::DevPtr;
 use crate::cuda::device::{CudaQueue, DeviceFacts};
 use crate::cuda::tensor_map::{ALIGNMENT, TensorMap, Tiles};
 pub use crate::gemm::grouped::{BLOCK, GroupedGemmSpec, GroupedKind, GroupedScaling};
+use crate::gemm::problem::GemmPointers;
 use crate::host;
 use crate::launch::grid::Grid;
 use crate::launch::target::{Backend, Target};
@@ -34,12 +35,20 @@ pointers! {
         b,
         /// Its inverse scales.
         b_scale,
-        /// Rows of every group, i64.
+        /// Rows of every group, i64; null where one group has all rows.
         splits,
         /// Bias, null without.
         bias,
         /// Result. Rows of no group stay as they are. With addition, so does the matrix of an empty group.
         d,
+    }
+}
+
+impl<P: Copy> GroupedGemmPointers<P> {
+    /// Those of a dense product's tensors.
+    pub(crate) fn of(at: &GemmPointers<P>, splits: P) -> Self {
+        let &GemmPointers { x: a, x_scale: a_scale, w: b, w_scale: b_scale, bias, d, .. } = at;
+        Self { a, a_scale, b, b_scale, splits, bias, d }
     }
 }
 
@@ -55,7 +64,7 @@ params! {
         pub a_scale: DevPtr<'a>,
         /// The same of B, or its 128 x 128 scales.
         pub b_scale: DevPtr<'a>,
-        /// Rows of every group.
+        /// Rows of every group; null where one group has all rows.
         pub splits: DevPtr<'a>,
         /// Bias, null without.
         pub bias: DevPtr<'a>,
@@ -188,7 +197,8 @@ impl GroupedGemmPlan {
         }
     }
 
-    fn launch(&self, queue: &mut CudaQueue<'_>, at: &GroupedGemmPointers<DevPtr<'_>>) -> Result<()> {
+    /// Launches the product's kernel, past the trace: for the plan of a dense product, whose own trace has it.
+    pub(crate) fn launch(&self, queue: &mut CudaQueue<'_>, at: &GroupedGemmPointers<DevPtr<'_>>) -> Result<()> {
         let spec = &self.spec;
         let (Some(kernel), true) = (self.kernel, self.runs_on(queue.device.facts())) else {
             return Err(self.missing(queue.device.facts()));

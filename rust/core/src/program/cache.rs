@@ -89,10 +89,10 @@ impl<C: AsRef<Program>> KeptProgram<C> {
         Ok(sized)
     }
 
-    /// The kept row counts, in order of use.
+    /// The programs of the kept row counts, in order of use.
     #[must_use]
-    pub fn row_counts(&self) -> Vec<usize> {
-        self.sizes.row_counts()
+    pub fn kept(&self) -> Vec<Arc<SizedProgram>> {
+        self.sizes.kept()
     }
 }
 
@@ -128,10 +128,10 @@ impl Sizes {
     }
 
     /// In order of use; the last used one is at the end.
-    fn row_counts(&self) -> Vec<usize> {
-        let mut list: Vec<(u64, usize)> = self.list.iter().map(|(&rows, &(_, used))| (used, rows)).collect();
-        list.sort_unstable();
-        list.into_iter().map(|(_, rows)| rows).collect()
+    fn kept(&self) -> Vec<Arc<SizedProgram>> {
+        let mut list: Vec<_> = self.list.values().collect();
+        list.sort_unstable_by_key(|(_, used)| *used);
+        list.into_iter().map(|(sized, _)| Arc::clone(sized)).collect()
     }
 }
 

@@ -27,6 +27,8 @@ pub struct Explained {
     pub text: &'static str,
     /// First and last op that the step computes.
     pub ops: (usize, usize),
+    /// What multiplies, and why; empty for launches that are no matrix product, and on the host.
+    pub solver: &'static str,
 }
 
 /// A chain compiled for one key, for any number of rows.
@@ -268,12 +270,13 @@ impl Program {
         linear.wgrad(dispatcher, linear.rows.count(rows), (d, accumulate), alignment as u16)
     }
 
-    /// The launches of forward and of backward.
+    /// The launches of forward and of backward for the rows of `sized`.
     #[must_use]
-    pub fn explain(&self) -> [Vec<Explained>; 2] {
+    pub fn explain(&self, sized: &SizedProgram) -> [Vec<Explained>; 2] {
+        let compiled = self.plain.get().filter(|_| !sized.hands_over()).unwrap_or(&self.compiled);
         [FlowName::Forward, FlowName::Backward].map(|flow| {
-            let steps = self.compiled.flows.steps(flow).iter();
-            steps.map(|step| Explained { text: step.text, ops: step.ops }).collect()
+            let steps = compiled.flows.steps(flow).iter().zip(sized.solvers(flow));
+            steps.map(|(step, solver)| Explained { text: step.text, ops: step.ops, solver }).collect()
         })
     }
 

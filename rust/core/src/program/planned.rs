@@ -105,6 +105,15 @@ impl Planned {
         matches!(self, Self::Gemm(..) | Self::WeightGrad(..) | Self::GroupedGemm(..))
     }
 
+    /// What multiplies, and why; empty if it is no product of two matrices, and on the host.
+    pub(crate) fn solver(&self) -> &'static str {
+        match self {
+            Self::Gemm(plan, _) => plan.reason(),
+            Self::WeightGrad(_, Some(plan), ..) => plan.reason(),
+            _ => "",
+        }
+    }
+
     /// Whether every call launches it.
     pub(crate) const fn is_certain(&self) -> bool {
         !matches!(self, Self::Weight(..))

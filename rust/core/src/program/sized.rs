@@ -28,6 +28,7 @@ pub struct SizedProgram {
     deferred_bytes: Vec<usize>,
     read_extents: Vec<(usize, DType)>,
     buffers: usize,
+    hands_over: bool,
 }
 
 /// Launches of one flow.
@@ -81,7 +82,18 @@ impl SizedProgram {
             read_extents: compiled.reads.iter().map(|&port| facts.extent_of(port, rows)).collect(),
             deferred_bytes: placement.deferred,
             buffers: flows.buffers.len(),
+            hands_over: compiled.hands_over,
         })
+    }
+
+    /// Whether its products may hand FP8 values to each other.
+    pub(crate) const fn hands_over(&self) -> bool {
+        self.hands_over
+    }
+
+    /// What multiplies in each launch of a flow, and why; empty for launches that are no matrix product.
+    pub(crate) fn solvers(&self, flow: FlowName) -> impl Iterator<Item = &'static str> {
+        self.flows[flow.number()].launches.iter().map(Planned::solver)
     }
 
     /// Rows of the input.

@@ -8,6 +8,7 @@ use crate::ops::activation_groups::ActivationGroupsPlan;
 use crate::ops::affine::{AffinePlan, AffineSpec};
 use crate::ops::cast::{CastPlan, CastSpec};
 use crate::ops::dequantize::{DequantizePlan, DequantizeSpec};
+use crate::ops::grouped_gemm::GroupedGemmPointers;
 use crate::ops::norm::NormPlan;
 use crate::ops::norm_backward::{NormBackwardPlan, NormBackwardSpec};
 use crate::ops::norm_spec::NormSpec;
@@ -23,7 +24,7 @@ use crate::program::facts::Facts;
 use crate::program::linear_op::{ALIGNMENT, Product};
 use crate::program::planned::Planned;
 use crate::program::port::{Cell, Port};
-use crate::program::weight_grad::{WeightGradPlan, of_groups};
+use crate::program::weight_grad::WeightGradPlan;
 use crate::program::work::{Step, Work};
 use crate::quant::quantizer::{QuantPlan, QuantPointers};
 use crate::runtime::dispatcher::Dispatcher;
@@ -189,7 +190,7 @@ impl<'a> Sizing<'a> {
         }
         if let Some(plan) = op.grouped_plan(rows, product)? {
             self.writes(at.d, plan.spec().rows * plan.spec().n * plan.spec().d.size());
-            return Ok(Planned::GroupedGemm(plan, of_groups(&pointers, counts)));
+            return Ok(Planned::GroupedGemm(plan, GroupedGemmPointers::of(&pointers, counts)));
         }
         let plan = op.plan(self.dispatcher, rows, product)?;
         self.writes(at.d, plan.problem().m * plan.problem().ldd * plan.problem().d.size());

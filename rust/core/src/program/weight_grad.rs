@@ -36,17 +36,19 @@ impl WeightGradPlan {
         }
     }
 
+    /// What multiplies, and why; empty for experts, and on the host.
+    pub(crate) fn reason(&self) -> &'static str {
+        match self {
+            Self::Dense(plan) => plan.reason(),
+            Self::Grouped(_) => "",
+        }
+    }
+
     /// Launches it.
     pub(crate) fn run(&self, target: &mut Target<'_>, at: &GemmPointers<DevPtr<'_>>, splits: DevPtr<'_>) -> Result<()> {
         match self {
             Self::Dense(plan) => plan.run(target, at),
-            Self::Grouped(plan) => plan.run(target, &of_groups(at, splits)),
+            Self::Grouped(plan) => plan.run(target, &GroupedGemmPointers::of(at, splits)),
         }
     }
-}
-
-/// The pointers of a product of groups.
-pub(crate) fn of_groups<P: Copy>(at: &GemmPointers<P>, splits: P) -> GroupedGemmPointers<P> {
-    let &GemmPointers { x: a, x_scale: a_scale, w: b, w_scale: b_scale, bias, d, .. } = at;
-    GroupedGemmPointers { a, a_scale, b, b_scale, splits, bias, d }
 }

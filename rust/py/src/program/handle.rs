@@ -8,7 +8,9 @@ use pyo3::{PyTraverseError, PyVisit};
 use smallvec::SmallVec;
 use te_fast_core::ops::norm_spec::NormKind;
 use te_fast_core::ops::router::RouterSpec;
-use te_fast_core::program::{Chain, Groups, KeptProgram, LinearCall, Op, Program, ProgramCache, QuantizedKind, Router};
+use te_fast_core::program::{
+    Chain, Explained, Groups, KeptProgram, LinearCall, Op, Program, ProgramCache, QuantizedKind, Router,
+};
 use te_fast_core::recipe::region::Region;
 use te_fast_core::{Error, Float};
 
@@ -548,7 +550,7 @@ impl ProgramHandle {
 
     /// Number of compiled programs, counting each row count.
     fn plan_count(&self) -> usize {
-        self.programs.iter().map(|kept| kept.row_counts().len()).sum()
+        self.programs.iter().map(|kept| kept.kept().len()).sum()
     }
 
     /// Notes that the last forward ran in another way than by the program, so that the program repeats no region.
@@ -571,24 +573,29 @@ impl ProgramHandle {
         let py = slf.py();
         let sizes = |kept: &KeptProgram<PyProgram>| {
             let program = Arc::clone(&kept.compiled().program);
-            kept.row_counts().into_iter().map(move |rows| (Arc::clone(&program), rows))
+            kept.kept().into_iter().map(move |sized| (Arc::clone(&program), sized))
         };
         let all: Vec<_> = slf.try_borrow()?.programs.iter().flat_map(sizes).collect();
         all.into_iter()
-            .map(|(program, rows)| {
+            .map(|(program, sized)| {
                 let key = program.key();
                 let scaling =
                     program.recipe().map_or("high precision".into(), |recipe| format!("{:?}", recipe.scaling));
                 let entry = PyDict::new(py);
-                let [forward, backward] = program.explain().map(|steps| {
+                let [forward, backward] = program.explain(&sized).map(|steps| {
+                    let named = |step: &Explained| match step.solver {
+                        "" => step.text.into(),
+                        solver => format!("{}, by {solver}", step.text),
+                    };
                     steps
                         .iter()
-                        .map(|step| (step.text, (step.ops.0..=step.ops.1).collect::<Vec<_>>()))
+                        .map(|step| (named(step), (step.ops.0..=step.ops.1).collect::<Vec<_>>()))
                         .collect::<Vec<_>>()
                 });
                 let gradients = if key.any_grad() { "gradients" } else { "no gradients" };
                 let text = format!(
-                    "{rows} x {} {}, {scaling}, {gradients}",
+                    "{} x {} {}, {scaling}, {gradients}",
+                    sized.rows(),
                     key.cols,
                     crate::program::functions::type_name(key.activation)
                 );
