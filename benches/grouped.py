@@ -12,7 +12,8 @@ caches that a slow body leaves behind, would look like a difference between the 
 take turns among themselves.
 
 Beside them stands what torch's autograd takes by itself: a function of as many parameters that returns the pieces of
-one gradient, or no gradients ("autograd alone", "autograd, no gradients").
+one gradient, or no gradients ("autograd alone", "autograd, no gradients"). A step of `nn.Linear` in BF16 shows how fast
+the host is.
 
 The bench also times a whole block, `MoE`, of as many experts, router and permutation included.
 
@@ -98,6 +99,21 @@ def step_of(
 
     def step() -> None:
         layer(x, counts).backward(gradient)
+        for parameter in parameters:
+            parameter.grad = None
+
+    return step
+
+
+def step_of_linear(arguments: argparse.Namespace, rows: int) -> Callable[[], None]:
+    """Forward and backward of torch's own layer on as many rows."""
+    size, dtype = arguments.features, DTYPES[arguments.dtype]
+    layer = torch.nn.Linear(size, size, bias=False, dtype=dtype, device=arguments.device)
+    x = torch.randn(rows, size, dtype=dtype, device=arguments.device, requires_grad=True)
+    gradient, parameters = torch.randn_like(x), [x, *layer.parameters()]
+
+    def step() -> None:
+        layer(x).backward(gradient)
         for parameter in parameters:
             parameter.grad = None
 
@@ -191,6 +207,7 @@ def host_times(
             bodies[kind] = step_of(layer, counts, arguments, rows)
         bodies["autograd alone"] = step_alone(experts, arguments, pieces=experts)
         bodies["autograd, no gradients"] = step_alone(experts, arguments, pieces=0)
+        bodies["nn.Linear"] = step_of_linear(arguments, rows)
         bodies["block"] = step_of_block(experts, arguments, single=True)
         bodies["block, parameters"] = step_of_block(experts, arguments, single=False)
         regions |= dict.fromkeys(bodies, partial(without_kernels, arguments))

@@ -6,15 +6,19 @@ GPU time is the median between CUDA events around one call; a read before each c
 compared with `torch._scaled_grouped_mm` (a scale per row, fast accumulation), bfloat16 with `torch._grouped_mm`. Weight
 gradients have the same shapes; they are added to float32, or stored in bfloat16.
 
-Dense products are products of one group. Their times over cuBLASLt's are the reason why dense layers use cuBLASLt.
+Dense products are products of one group. Their times over cuBLASLt's say which dense layers use these kernels
+(`rust/core/src/gemm/plan.rs`).
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 from typing import TYPE_CHECKING
 
 import torch
+
+os.environ["TE_FAST_OWN_GEMM"] = "0"  # `gemm` is cuBLASLt
 
 from _harness import options, show, write
 from te_fast.common.recipe import Float8BlockScaling, Float8CurrentScaling
@@ -208,6 +212,7 @@ def measure_dense() -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
+    os.environ["TE_FAST_OWN_GEMM"] = "0"  # `gemm` is cuBLASLt's
     arguments = options(__doc__).parse_args()
     figures: dict[str, object] = {"dense products": measure_dense()}
     for title, make in (("products by rows", rows), ("weight gradients", weight_gradients)):
