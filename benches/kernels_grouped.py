@@ -8,12 +8,17 @@ gradients have the same shapes; they are added to float32, or stored in bfloat16
 
 Dense products are products of one group. Their times over cuBLASLt's say which dense layers use these kernels
 (`rust/core/src/gemm/plan.rs`).
+
+Beside bars: 256 experts of 64 rows over a loop of cuBLASLt's products, both as CUDA graphs; the weight gradients of
+experts over one dense product of as many operations; casts of all experts' weights and rows, in both layouts, over a
+copy that moves as many bytes.
 """
 
 from __future__ import annotations
 
 import os
 import statistics
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,10 +27,12 @@ os.environ["TE_FAST_OWN_GEMM"] = "0"  # `gemm` is cuBLASLt
 
 from _harness import options, show, write
 from te_fast.common.recipe import Float8BlockScaling, Float8CurrentScaling
-from te_fast.dispatch import QuantizedOperand, gemm, grouped_gemm, quantize
+from te_fast.dispatch import QuantizedOperand, gemm, grouped_gemm, quantize, quantize_groups
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from te_fast.dispatch.groups import Role
 
 # (groups, rows of each, n, k)
 SHAPES = [
@@ -182,6 +189,87 @@ def dense(rows: int, n: int, k: int) -> Calls:
     return calls
 
 
+def block_operand(rows: int, k: int, block: int) -> QuantizedOperand:
+    """FP8 values under scales of 1: one for 1 x 128 elements, or for 128 x 128."""
+    shape = (k // 128, rows) if block == 1 else (-(-rows // 128), -(-k // 512) * 4)
+    data = random(rows, k, dtype=E4M3).view(torch.uint8)
+    return QuantizedOperand(data, torch.ones(shape, device="cuda"), None, None, E4M3, block, k)
+
+
+def graph_of(call: Callable[[], object]) -> Callable[[], None]:
+    """Capture a call, behind a run of it."""
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def few_rows(n: int, k: int) -> Calls:
+    """256 experts of 64 rows: one launch, and a loop of cuBLASLt's products."""
+    groups, each = 256, 64
+    own = rows(groups, each, n, k)["block"]
+    x, w = block_operand(each, k, 1), block_operand(n, k, 2)
+    outs = torch.empty(groups, each, n, device="cuda", dtype=BF16)
+
+    def loop() -> None:
+        for out in outs:
+            gemm(x, w, out)
+
+    return {"one launch": graph_of(own), "loop of cuBLASLt": graph_of(loop)}
+
+
+def dense_gradient(groups: int, each: int, n: int, k: int) -> Calls:
+    """Stored weight gradients of experts, and one dense product of as many operations."""
+    x, w = (block_operand(size, groups * each, 1) for size in (n, k))
+    out = torch.empty(n, k, device="cuda", dtype=BF16)
+    own = weight_gradients(groups, each, n, k)["block, stored"]
+    return {"experts": own, "dense": lambda: gemm(x, w, out)}
+
+
+def casts(groups: int, each: int, n: int, k: int) -> dict[str, float]:
+    """Return the times of the casts of all weights, and of all rows, over those of copies."""
+    ratios = {}
+    splits = torch.full((groups,), each, dtype=torch.int64, device="cuda")
+    recipe = Float8BlockScaling()
+    cases: list[tuple[str, Role, torch.Tensor, torch.Tensor | None]] = [
+        ("weights", "weight", random(groups, n, k, dtype=BF16), None),
+        ("rows", "input", random(groups * each, k, dtype=BF16), splits),
+    ]
+    for name, role, x, given in cases:
+        copied = torch.empty(2 * x.numel(), device="cuda", dtype=torch.uint8)
+        target = torch.empty_like(copied)
+        times = in_turns(
+            {
+                "cast": partial(quantize_groups, x, given, recipe, role=role, columnwise=True),
+                "copy": partial(target.copy_, copied),
+            }
+        )
+        ratios[name] = times["cast"] / times["copy"]
+    return ratios
+
+
+def measure_bars() -> dict[str, dict[str, float]]:
+    """Measure and print what has bars of its own."""
+    few = {f"{k} to {n}": in_turns(few_rows(n, k)) for n, k in ((4096, 2048), (2048, 4096))}
+    dense = {
+        f"{groups} x {each}, {k} to {n}": in_turns(dense_gradient(groups, each, n, k))
+        for groups, each, n, k in ((8, 1024, 4096, 4096), (32, 1024, 4096, 7168))
+    }
+    table = {
+        "loop of cuBLASLt over 256 experts of 64 rows (bar: 2 or more)": {
+            name: times["loop of cuBLASLt"] / times["one launch"] for name, times in few.items()
+        },
+        "weight gradients over a dense product (bar: 1.15)": {
+            name: times["experts"] / times["dense"] for name, times in dense.items()
+        },
+        "casts over a copy (bars: weights 1.10, rows 1.15)": casts(32, 1024, 4096, 7168),
+    }
+    for title, ratios in table.items():
+        print(title, {name: round(ratio, 3) for name, ratio in ratios.items()})
+    return table
+
+
 def measure_dense() -> dict[str, dict[str, float]]:
     """Measure microseconds of both, and the ratio of te_fast's to cuBLASLt's."""
     table = {}
@@ -231,6 +319,7 @@ def main() -> None:
             [[shape, *(f"{rate:.0f}" for rate in line.values())] for shape, line in table.items()],
         )
         figures[title] = table
+    figures |= measure_bars()
     write("kernels_grouped", arguments, figures)
 
 
