@@ -220,7 +220,7 @@ def few_rows(n: int, k: int) -> Calls:
 
 
 def dense_gradient(groups: int, each: int, n: int, k: int) -> Calls:
-    """Stored weight gradients of experts, and one dense product of as many operations."""
+    """Return the stored weight gradients of experts, and one dense product of as many operations."""
     x, w = (block_operand(size, groups * each, 1) for size in (n, k))
     out = torch.empty(n, k, device="cuda", dtype=BF16)
     own = weight_gradients(groups, each, n, k)["block, stored"]
