@@ -43,10 +43,42 @@ __device__ inline Raw8<T> load8_partial(const T* from, int count) {
     return pack8<T>(x);
 }
 
-template <Floating T>
+// Stores the two words of a lane's sector. If lanes that are neighbours have sectors side by side, they exchange a word
+// and store one lane's sector together, then the other's. By itself, a lane would leave half of a sector to the next
+// instruction, and the second-level cache would be busy twice as long.
+__device__ inline void store_sector(uint4* to, const uint4& first, const uint4& second) {
+    const uint32_t here = __activemask(), lane = threadIdx.x % 32;
+    const bool odd = lane % 2 != 0;
+    const auto address = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(to));
+    const uint32_t theirs = __shfl_xor_sync(here, address, 1);
+    const uint4 sent = odd ? first : second;
+    uint4 received;
+    received.x = __shfl_xor_sync(here, sent.x, 1);
+    received.y = __shfl_xor_sync(here, sent.y, 1);
+    received.z = __shfl_xor_sync(here, sent.z, 1);
+    received.w = __shfl_xor_sync(here, sent.w, 1);
+    const bool both = (here >> (lane & ~1u) & 3) == 3, adjacent = both && theirs - address == (odd ? -32u : 32u);
+    if (!adjacent) {
+        to[0] = first;
+        to[1] = second;
+        return;
+    }
+    if (odd) --to;
+    to[0] = odd ? received : first;
+    to[2] = odd ? second : received;
+}
+
+// 16-byte stores of eight elements; `to` is 16-byte aligned. kAlone: without the neighbour, where the exchange gains
+// nothing or finds no registers.
+template <Floating T, bool kAlone = false>
 __device__ inline void store8(T* to, const Raw8<T>& raw) {
+    auto* words = reinterpret_cast<uint4*>(to);
+    if constexpr (sizeof(T) == 4 && !kAlone) {
+        store_sector(words, raw.word[0], raw.word[1]);
+    } else {
 #pragma unroll
-    for (int i = 0; i < static_cast<int>(sizeof(T) / 2); ++i) reinterpret_cast<uint4*>(to)[i] = raw.word[i];
+        for (int i = 0; i < static_cast<int>(sizeof(T) / 2); ++i) words[i] = raw.word[i];
+    }
 }
 
 // The first `count` of eight bytes one by one.

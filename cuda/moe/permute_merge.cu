@@ -122,7 +122,7 @@ __device__ void merge_few(const UnpermuteParams& p, const Slots& slots, uint64_t
 #pragma unroll
                 for (int i = 0; i < 8; ++i) acc[i] = add_scaled(acc[i], prob[j], value[i]);
             }
-            store8<T>(out + col, pack8<T>(acc));
+            store8<T, true>(out + col, pack8<T>(acc));
         }
     }
 }
@@ -151,7 +151,7 @@ __device__ void merge_vectors(const UnpermuteParams& p, const MergeShared& share
                 for (int i = 0; i < 8; ++i) acc[i] = add_scaled(acc[i], prob, value[i]);
             }
         }
-        store8<T>(out + col, pack8<T>(acc));
+        store8<T, true>(out + col, pack8<T>(acc));
     }
 }
 
@@ -246,7 +246,7 @@ struct VectorChunk {
                 dot += g[i] * v[i];
                 g[i] = __fmul_rn(prob, g[i]);
             }
-            if (col < cols) store8<T>(dx + col, pack8<T>(g));
+            if (col < cols) store8<T, true>(dx + col, pack8<T>(g));
         }
         return dot;
     }

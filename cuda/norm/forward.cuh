@@ -305,7 +305,7 @@ struct Outputs {
 };
 
 // Normalises eight elements, stores the requested outputs, and returns the bytes. Raises `amax`.
-template <bool kVectors, Floating In, Store kStore = Store::kAny>
+template <bool kVectors, Floating In, Store kStore = Store::kAny, bool kAlone = false>
 __device__ inline uint2 normalise8(const NormParams& p, const Raw8<In>& raw, const Stats& stats, const Weights& weights,
                                    const Outputs& to, float scale, float& amax) {
     constexpr bool kAny = kStore == Store::kAny;
@@ -318,7 +318,8 @@ __device__ inline uint2 normalise8(const NormParams& p, const Raw8<In>& raw, con
         const float z = sizeof(In) == 4 ? (y[c] - stats.mean) * stats.rstd : fmaf(y[c], stats.rstd, shift);
         y[c] = fmaf(z, weights.gamma[c], weights.beta[c]);
     }
-    if (kStore == Store::kHigh || (kAny && p.y != nullptr)) store_part<kVectors, In>(to.y, 0, to.width, pack8<In>(y));
+    if (kStore == Store::kHigh || (kAny && p.y != nullptr))
+        store_part<kVectors, In, kAlone>(to.y, 0, to.width, pack8<In>(y));
     if constexpr (!kVectors) {
         // A row with NaN or Inf turns the zeros after its end into NaN.
 #pragma unroll

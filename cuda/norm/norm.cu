@@ -175,7 +175,7 @@ __device__ Stats read_stats(const NormParams& p, size_t row, size_t cols, Forwar
         Raw8<In> raw = load_part<kVectors, In>(p.x, first + col, width);
         if (p.residual != nullptr) {
             raw = add8<In>(raw, load_part<kVectors, In>(p.residual, first + col, width));
-            store_part<kVectors, In>(p.sum, first + col, width, raw);
+            store_part<kVectors, In, true>(p.sum, first + col, width, raw);
         }
         mean[0] += sum8<In>(raw);
     }
@@ -225,8 +225,9 @@ __device__ float norm_again(const NormParams& p, ForwardShared& shared, uint4* d
                         const int width = width_at(col, p.cols);
                         const Raw8<In> raw = load_part<kVectors, In>(from, row * p.cols + col, width);
                         const Stats stats{shared.mean[i], shared.rstd[i]};
-                        bytes = normalise8<kVectors, In>(p, raw, stats, load_weights<kVectors>(p, col, width),
-                                                         outputs_at<In>(p, row * p.cols + col, width), scale, amax);
+                        bytes = normalise8<kVectors, In, Store::kAny, true>(
+                            p, raw, stats, load_weights<kVectors>(p, col, width),
+                            outputs_at<In>(p, row * p.cols + col, width), scale, amax);
                     }
                     if (p.out_t != nullptr) stage.write(i, at, bytes);
                 }

@@ -86,7 +86,7 @@ __device__ TileSums differentiate_tile(const NormBackwardParams& p, uint32_t fir
 #pragma unroll
             for (int c = 0; c < 8; ++c) dx[c] += add[c];
         }
-        store_part<kVectors, In>(p.dx, index, width, pack8<In>(dx));
+        store_part<kVectors, In, true>(p.dx, index, width, pack8<In>(dx));
     }
     return total;
 }

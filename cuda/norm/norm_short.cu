@@ -76,7 +76,7 @@ struct ShortRows {
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
             slot[r] = add8<In>(slot[r], other[r]);
-            if (inside(row0, r)) store_part<kVectors, In>(p.sum, index(p, row0, r), width, slot[r]);
+            if (inside(row0, r)) store_part<kVectors, In, true>(p.sum, index(p, row0, r), width, slot[r]);
         }
     }
 
@@ -201,7 +201,7 @@ __device__ float norm_strips(const NormParams& p, uint4* dynamic) {
                 uint2 bytes = make_uint2(0, 0);
                 if (part.inside(row0, r)) {
                     const Outputs to = outputs_at<In>(p, part.index(p, row0, r), part.width);
-                    bytes = normalise8<kVectors, In, kStore>(p, part.slot[r], stats[r], weights, to, scale, amax);
+                    bytes = normalise8<kVectors, In, kStore, true>(p, part.slot[r], stats[r], weights, to, scale, amax);
                 }
                 if constexpr (kTransposed) {
                     if (part.width > 0 && done + part.row(r) < p.strip)

@@ -20,11 +20,11 @@ __device__ inline Raw8<T> load_part(const void* from, size_t index, int width) {
     return kVectors ? load8<T>(at) : load8_partial<T>(at, width);
 }
 
-template <bool kVectors, Floating T>
+template <bool kVectors, Floating T, bool kAlone = false>
 __device__ inline void store_part(void* to, size_t index, int width, const Raw8<T>& raw) {
     T* at = static_cast<T*>(to) + index;
     if constexpr (kVectors) {
-        store8<T>(at, raw);
+        store8<T, kAlone>(at, raw);
     } else {
         float x[8];
         unpack8<T>(raw, x);

@@ -6,7 +6,6 @@
 // Moves:  sizeof(x) + sizeof(y) bytes per element, + sizeof(r) with r.
 
 #include "common/constants.cuh"
-#include "common/reduce.cuh"
 #include "common/vec.cuh"
 
 namespace te_fast::quantize {
@@ -59,24 +58,6 @@ __device__ void store_row(void* to, uint64_t index, int count, const float (&val
     }
 }
 
-// Stores the eight columns of each lane of a warp, which follow each other in memory. Neighbours exchange halves, so
-// that the two store one lane's sector of 32 bytes together, and then the other's: a lane that stored both words of its
-// own sector would leave half of every sector to the next instruction. All lanes of the warp are here.
-__device__ void store_neighbours(float* to, uint64_t index, const float (&values)[8]) {
-    const bool odd = threadIdx.x % 2 != 0;
-    float own[4], other[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        own[i] = odd ? values[4 + i] : values[i];
-        other[i] = __shfl_xor_sync(kFullWarp, odd ? values[i] : values[4 + i], 1);
-    }
-    // The even lane's sector, then the odd lane's.
-    const auto word = [](const float (&from)[4]) { return make_float4(from[0], from[1], from[2], from[3]); };
-    auto* at = reinterpret_cast<float4*>(to + index) - (odd ? 1 : 0);
-    at[0] = odd ? word(other) : word(own);
-    at[2] = odd ? word(own) : word(other);
-}
-
 template <Floating In>
 __device__ void affine(const AffineParams& p) {
     const uint64_t group = static_cast<uint64_t>(blockIdx.x) * kThreads + threadIdx.x;
@@ -106,12 +87,7 @@ __device__ void affine(const AffineParams& p) {
         for (int i = 0; i < 8; ++i) x[i] = __fadd_rn(x[i], other[i]);
     }
     if (p.y_type == 0) {
-        const bool full_warp = group / 32 * 32 + 32 <= groups;
-        if (whole && full_warp && is_aligned(p.y, 16)) {
-            store_neighbours(static_cast<float*>(p.y), index, x);
-        } else {
-            store_row<f32>(p.y, index, count, x);
-        }
+        store_row<f32>(p.y, index, count, x);
     } else if (p.y_type == 1) {
         store_row<f16>(p.y, index, count, x);
     } else {
