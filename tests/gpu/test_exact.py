@@ -84,19 +84,20 @@ def test_block_scales(k, blocks) -> None:
 @pytest.mark.parametrize(
     ("x_type", "out_type"), [(E4M3, torch.bfloat16), (E5M2, torch.float32), (E4M3, torch.float16)]
 )
-@pytest.mark.parametrize("rows", [4219, 4096])
-def test_block_scales_of_many_tiles(rows, x_type, out_type) -> None:
-    """te_fast's kernel multiplies where its tiles fill the GPU, as the 132 of 4219 rows do."""
+@pytest.mark.parametrize(("rows", "with_bias"), [(4219, False), (4219, True), (4096, False)])
+def test_block_scales_of_many_tiles(rows, with_bias, x_type, out_type) -> None:
+    """te_fast's kernel multiplies without a bias where its tiles fill the GPU, as the 132 of 4219 rows do."""
     n, k = 1016, 144
     make = torch.Generator().manual_seed(rows)
     x, w = fp8_values((rows, k), x_type, make, "cpu"), fp8_values((n, k), E4M3, make, "cpu")
     x_scale = scales_of((up(k, 128) // 128, up(rows, 4)), make, "cpu")
     w_scale = scales_of((up(n, 128) // 128, up(up(k, 128) // 128, 4)), make, "cpu")
-    bias = None if out_type == torch.float32 else torch.randn(n, generator=make).to(out_type)
+    bias_type = torch.bfloat16 if out_type == torch.float32 else out_type
+    bias = torch.randn(n, generator=make).to(bias_type) if with_bias else None
     with profile(activities=[ProfilerActivity.CUDA]) as found:
         gpu, host = both(x, w, x_scale, w_scale, (1, 2), out_type, fast=False, bias=bias)
     own = any("grouped_rows_block" in event.key for event in found.key_averages())
-    assert own == (rows == 4219 and MULTIPROCESSORS == 132)
+    assert own == (rows == 4219 and not with_bias and MULTIPROCESSORS == 132)
     assert gpu.equal(host)
 
 

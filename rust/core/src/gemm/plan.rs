@@ -12,6 +12,7 @@ use crate::base::error::{Error, ErrorKind, Result};
 use crate::base::pointer::DevPtr;
 use crate::cuda::device::{CudaDevice, DeviceFacts};
 use crate::cuda::lt::{CublasLt, CublasPlan, NOT_SUPPORTED};
+use crate::cuda::tensor_map::ALIGNMENT;
 use crate::gemm::grouped::{BLOCK, GroupedGemmSpec, GroupedKind, GroupedScaling};
 use crate::gemm::problem::{Epilogue, Factor, GemmPointers, Problem, ScaleMode};
 use crate::host::gemm as host_gemm;
@@ -166,16 +167,20 @@ fn keeps_busy(m: usize, n: usize, multiprocessors: usize) -> bool {
 
 /// The product of one group by a kernel of `cuda/gemm/`, where it is as fast as cuBLASLt's; else why it is not taken.
 fn own(facts: &DeviceFacts, problem: &Problem) -> std::result::Result<GroupedGemmPlan, &'static str> {
-    let &Problem { m, n, k, x, w, d, ldd, bias, alpha, epilogue, accumulate, .. } = problem;
+    let &Problem { m, n, k, x, w, d, ldd, bias, alpha, epilogue, accumulate, alignment, .. } = problem;
     if !takes_own_gemm() {
         return Err("cuBLASLt: TE_FAST_OWN_GEMM is 0");
     }
     if (x.scale, w.scale) != (ScaleMode::Block1d, ScaleMode::Block2d) {
         return Err("cuBLASLt: it is faster but for products of 1 x 128 by 128 x 128 scales");
     }
-    let plain = alpha == Factor::ONE && epilogue == Epilogue::None && !accumulate;
-    if !plain || (x.ld, w.ld, ldd) != (k, k, n) {
-        return Err("cuBLASLt: te_fast's kernel takes contiguous tensors, and has no epilogue but a bias");
+    // Its reads of a bias are pairs of elements, and a bias may lie anywhere.
+    let plain = bias.is_none() && alpha == Factor::ONE && epilogue == Epilogue::None && !accumulate;
+    let lies_well = (x.ld, w.ld, ldd) == (k, k, n) && usize::from(alignment).is_multiple_of(ALIGNMENT);
+    if !plain || !lies_well {
+        return Err(
+            "cuBLASLt: te_fast's kernel takes contiguous tensors at multiples of 16 bytes, and has no epilogue",
+        );
     }
     if m < OWN_ROWS || !keeps_busy(m, n, facts.multiprocessors as usize) {
         return Err("cuBLASLt: te_fast's kernel is as fast only where many tiles fill the multiprocessors");
@@ -191,7 +196,7 @@ fn own(facts: &DeviceFacts, problem: &Problem) -> std::result::Result<GroupedGem
         b: w.dtype,
         d,
         scaling: GroupedScaling::Block,
-        bias,
+        bias: None,
         accumulate: false,
         fast_accumulation: false,
         b_k_outermost: false,
