@@ -172,9 +172,9 @@ fn own(facts: &DeviceFacts, problem: &Problem) -> std::result::Result<GroupedGem
         return Err("cuBLASLt: TE_FAST_OWN_GEMM is 0");
     }
     if (x.scale, w.scale) != (ScaleMode::Block1d, ScaleMode::Block2d) {
-        return Err("cuBLASLt: it is faster but for products of 1 x 128 by 128 x 128 scales");
+        return Err("cuBLASLt: it is faster for all products but those of 1 x 128 by 128 x 128 scales");
     }
-    // Its reads of a bias are pairs of elements, and a bias may lie anywhere.
+    // The kernel reads a bias in pairs of elements, and a bias may lie anywhere.
     let plain = bias.is_none() && alpha == Factor::ONE && epilogue == Epilogue::None && !accumulate;
     let lies_well = (x.ld, w.ld, ldd) == (k, k, n) && usize::from(alignment).is_multiple_of(ALIGNMENT);
     if !plain || !lies_well {
