@@ -114,6 +114,40 @@ def test_who_multiplies_is_said() -> None:
     assert "by cuBLASLt: " in cublas
 
 
+@pytest.mark.skipif(MULTIPROCESSORS != 132, reason="the rows fill 132 multiprocessors")
+def test_our_kernel_in_graphs() -> None:
+    """Calls that repeat their addresses are replayed, and a user's graph replays the layer with other values."""
+    recipe = Float8BlockScaling()
+    linear = te.Linear(256, 1016, bias=False, params_dtype=torch.bfloat16, device="cuda")
+    x = torch.empty(4224, 256, dtype=torch.bfloat16, device="cuda")
+
+    def forward() -> torch.Tensor:
+        with torch.no_grad(), te.autocast(recipe=recipe):
+            result: torch.Tensor = linear(x)
+        return result
+
+    def wanted() -> torch.Tensor:
+        operands = (
+            te_fast.dispatch.quantize(x, recipe),
+            te_fast.dispatch.quantize(linear.weight.detach(), recipe, role="weight"),
+        )
+        return te_fast.dispatch.gemm(
+            *operands, torch.empty(4224, 1016, dtype=x.dtype, device="cuda")
+        )
+
+    for _ in range(5):
+        x.normal_()
+        assert forward().equal(wanted())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = forward()
+    for _ in range(3):
+        x.normal_()
+        y.fill_(float("nan"))
+        graph.replay()
+        assert y.equal(wanted())
+
+
 @pytest.mark.parametrize("fast", [True, False])
 def test_what_is_no_number(fast) -> None:
     x, w = torch.ones(M, 128).to(E5M2), torch.ones(N, 128).to(E4M3)
