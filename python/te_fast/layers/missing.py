@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from te_fast.errors import DeviceError, DtypeError, MissingAttributeError, ShapeError
+from te_fast.errors import DeviceError, DtypeError, ShapeError
+from te_fast.runtime.parameters import needed_parameter
 
 
 def name_the_wrong_one(layer: Any, sizes: dict[str, tuple[int, ...]]) -> None:
@@ -39,13 +40,7 @@ def name_the_wrong_one(layer: Any, sizes: dict[str, tuple[int, ...]]) -> None:
 
 
 def _tensor(layer: Any, name: str) -> torch.Tensor:
-    parameter = getattr(layer, name, None)
-    if parameter is None:
-        message = (
-            f"{layer.name}: parameter {name} was deleted or set to None, and the layer needs it; assign it again, or "
-            "make another layer (a layer without biases has bias=False)"
-        )
-        raise MissingAttributeError(message)
+    parameter = needed_parameter(layer, name, layer.name, "layer")
     if not isinstance(parameter, torch.Tensor):
         message = (
             f"{layer.name}: parameter {name} must be a torch.Tensor, got {type(parameter).__name__}"

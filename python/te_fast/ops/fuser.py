@@ -15,7 +15,6 @@ import torch
 from te_fast.errors import (
     ArgumentError,
     DtypeError,
-    MissingAttributeError,
     StateError,
     TeFastError,
     UnsupportedError,
@@ -36,6 +35,7 @@ from te_fast.runtime import native, scale_tape
 from te_fast.runtime.caller_memory import check_buffer, gradient_in, result_in
 from te_fast.runtime.compiling import is_traced
 from te_fast.runtime.global_state import FP8GlobalStateManager
+from te_fast.runtime.parameters import needed_parameter
 from te_fast.runtime.support import get_default_recipe
 from te_fast.tensor.answers import LinearRoles
 from te_fast.tensor.of_factory import own_region
@@ -232,12 +232,7 @@ class OperationFuser:
         """Raise for an operation that lacks a parameter that it always has."""
         for op, label in zip(self._basic_ops, self._labels, strict=True):
             for name in op._needed_names:
-                if getattr(op, name, None) is None:
-                    message = (
-                        f"op {label}: parameter {name} was deleted or set to None, and the operation needs it; assign "
-                        "it again, or make another operation"
-                    )
-                    raise MissingAttributeError(message)
+                needed_parameter(op, name, f"op {label}", "operation")
 
     def _refuse_parametrized(self) -> None:
         """Raise for an operation with a parameter under ``torch.nn.utils.parametrize``: programs cannot read it."""
