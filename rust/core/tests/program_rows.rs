@@ -56,7 +56,7 @@ fn row_counts_used_longest_ago_go_first() {
     for rows in (1..=256).chain([1, 257]) {
         program.sized(&mut dispatcher, 8 * rows).unwrap();
     }
-    let kept: Vec<_> = program.kept().iter().map(|sized| sized.rows()).collect();
+    let kept: Vec<_> = program.all_sized().iter().map(|sized| sized.rows()).collect();
     assert_eq!(kept.len(), 256);
     assert_eq!(kept[254..], [8, 8 * 257]);
     assert!(!kept.contains(&16) && kept.contains(&24));
@@ -81,7 +81,7 @@ fn rows_that_an_op_does_not_take_are_refused_in_its_name() {
     let mut strict = program(&mut dispatcher, &Recipe::DELAYED, false);
     let error = strict.sized(&mut dispatcher, 12).unwrap_err().to_string();
     assert!(error.contains("0 (first)") && error.contains("a multiple of 8 for FP8 (append 4 rows"), "{error}");
-    assert!(strict.kept().is_empty());
+    assert!(strict.all_sized().is_empty());
     let mut padded = program(&mut dispatcher, &Recipe::DELAYED, true);
     assert_eq!(padded.sized(&mut dispatcher, 12).unwrap().rows(), 12);
 }

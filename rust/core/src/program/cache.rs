@@ -91,8 +91,8 @@ impl<C: AsRef<Program>> KeptProgram<C> {
 
     /// The programs of the kept row counts, in order of use.
     #[must_use]
-    pub fn kept(&self) -> Vec<Arc<SizedProgram>> {
-        self.sizes.kept()
+    pub fn all_sized(&self) -> Vec<Arc<SizedProgram>> {
+        self.sizes.all()
     }
 }
 
@@ -128,7 +128,7 @@ impl Sizes {
     }
 
     /// In order of use; the last used one is at the end.
-    fn kept(&self) -> Vec<Arc<SizedProgram>> {
+    fn all(&self) -> Vec<Arc<SizedProgram>> {
         let mut list: Vec<_> = self.list.values().collect();
         list.sort_unstable_by_key(|(_, used)| *used);
         list.into_iter().map(|(sized, _)| Arc::clone(sized)).collect()

@@ -28,7 +28,7 @@ pub struct Explained {
     /// First and last op that the step computes.
     pub ops: (usize, usize),
     /// What multiplies, and why; empty for launches that are no matrix product, and on the host.
-    pub solver: &'static str,
+    pub reason: &'static str,
 }
 
 /// A chain compiled for one key, for any number of rows.
@@ -275,8 +275,8 @@ impl Program {
     pub fn explain(&self, sized: &SizedProgram) -> [Vec<Explained>; 2] {
         let compiled = self.plain.get().filter(|_| !sized.hands_over()).unwrap_or(&self.compiled);
         [FlowName::Forward, FlowName::Backward].map(|flow| {
-            let steps = compiled.flows.steps(flow).iter().zip(sized.solvers(flow));
-            steps.map(|(step, solver)| Explained { text: step.text, ops: step.ops, solver }).collect()
+            let steps = compiled.flows.steps(flow).iter().zip(sized.reasons(flow));
+            steps.map(|(step, reason)| Explained { text: step.text, ops: step.ops, reason }).collect()
         })
     }
 

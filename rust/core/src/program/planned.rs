@@ -106,7 +106,7 @@ impl Planned {
     }
 
     /// What multiplies, and why; empty if it is no product of two matrices, and on the host.
-    pub(crate) fn solver(&self) -> &'static str {
+    pub(crate) fn reason(&self) -> &'static str {
         match self {
             Self::Gemm(plan, _) => plan.reason(),
             Self::WeightGrad(_, Some(plan), ..) => plan.reason(),

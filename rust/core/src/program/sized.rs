@@ -92,8 +92,8 @@ impl SizedProgram {
     }
 
     /// What multiplies in each launch of a flow, and why; empty for launches that are no matrix product.
-    pub(crate) fn solvers(&self, flow: FlowName) -> impl Iterator<Item = &'static str> {
-        self.flows[flow.number()].launches.iter().map(Planned::solver)
+    pub(crate) fn reasons(&self, flow: FlowName) -> impl Iterator<Item = &'static str> {
+        self.flows[flow.number()].launches.iter().map(Planned::reason)
     }
 
     /// Rows of the input.

@@ -550,7 +550,7 @@ impl ProgramHandle {
 
     /// Number of compiled programs, counting each row count.
     fn plan_count(&self) -> usize {
-        self.programs.iter().map(|kept| kept.kept().len()).sum()
+        self.programs.iter().map(|kept| kept.all_sized().len()).sum()
     }
 
     /// Notes that the last forward ran in another way than by the program, so that the program repeats no region.
@@ -573,7 +573,7 @@ impl ProgramHandle {
         let py = slf.py();
         let sizes = |kept: &KeptProgram<PyProgram>| {
             let program = Arc::clone(&kept.compiled().program);
-            kept.kept().into_iter().map(move |sized| (Arc::clone(&program), sized))
+            kept.all_sized().into_iter().map(move |sized| (Arc::clone(&program), sized))
         };
         let all: Vec<_> = slf.try_borrow()?.programs.iter().flat_map(sizes).collect();
         all.into_iter()
@@ -583,9 +583,9 @@ impl ProgramHandle {
                     program.recipe().map_or("high precision".into(), |recipe| format!("{:?}", recipe.scaling));
                 let entry = PyDict::new(py);
                 let [forward, backward] = program.explain(&sized).map(|steps| {
-                    let named = |step: &Explained| match step.solver {
+                    let named = |step: &Explained| match step.reason {
                         "" => step.text.into(),
-                        solver => format!("{}, by {solver}", step.text),
+                        reason => format!("{}, by {reason}", step.text),
                     };
                     steps
                         .iter()
