@@ -149,6 +149,12 @@ constants! {
         GROUPED_COLUMNS_WGRAD_FAST: usize = 192;
         /// Size of `GroupedParams`.
         GROUPED_PARAMS_BYTES: usize = 768;
+        /// Arrays of addresses in a table of groups: A, B, D, and the scales of A and B.
+        GROUPED_ADDRESSES: usize = 5;
+        /// Arrays of sizes behind these: rows, n, k, and the pitch of operands with the rows innermost.
+        GROUPED_SIZES: usize = 4;
+        /// Size of `GroupedTablesParams`.
+        GROUPED_TABLES_PARAMS_BYTES: usize = 144;
     }
 
     /// Activation functions.

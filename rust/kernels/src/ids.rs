@@ -271,6 +271,7 @@ images! {
     NormBackwardLong = "norm/norm_backward_long",
     GroupedFp8 = "gemm/grouped_fp8",
     Grouped16bit = "gemm/grouped_16bit",
+    GroupedTables = "gemm/grouped_tables",
     Rope = "attention/rope",
 }
 
@@ -423,6 +424,8 @@ kernels! {
     GroupedRowsAcross(Half) "grouped_rows_across" in Grouped16bit;
     /// Weight gradients of groups, of 16-bit elements.
     GroupedWgrad(Half) "grouped_wgrad" in Grouped16bit;
+    /// Sizes and addresses of the groups of a product.
+    GroupedTables() "grouped_tables" in GroupedTables;
     /// Rotary position embeddings of up to three tensors of heads.
     Rotate(Float) "rotate" in Rope;
 }
@@ -496,6 +499,7 @@ impl KernelId {
                 | Image::NormBackwardLong
                 | Image::GroupedFp8
                 | Image::Grouped16bit
+                | Image::GroupedTables
                 | Image::Rope
         )
     }

@@ -46,7 +46,7 @@ mod _native {
     #[pymodule_export]
     use crate::direct::gemm::gemm;
     #[pymodule_export]
-    use crate::direct::grouped_gemm::grouped_gemm;
+    use crate::direct::grouped_gemm::{cublas_multiplies_groups, grouped_gemm};
     #[pymodule_export]
     use crate::direct::norm::norm;
     #[pymodule_export]

@@ -46,11 +46,24 @@ pub fn learns_launches() -> bool {
     *LEARNS.get_or_init(|| flag("TE_FAST_LEARN", true))
 }
 
-/// `TE_FAST_OWN_GEMM=0` turns it off: dense products run by the kernels of `cuda/gemm/` where these are as fast as cuBLASLt.
+/// Whether dense products run by the kernels of `cuda/gemm/` where these are as fast as cuBLASLt: unless
+/// `TE_FAST_OWN_GEMM` is `0` or `grouped`.
 #[must_use]
-pub fn takes_own_gemm() -> bool {
-    static TAKES: OnceLock<bool> = OnceLock::new();
-    *TAKES.get_or_init(|| flag("TE_FAST_OWN_GEMM", true))
+pub fn multiplies_dense() -> bool {
+    static DENSE: OnceLock<bool> = OnceLock::new();
+    *DENSE.get_or_init(|| flag("TE_FAST_OWN_GEMM", true) && !is("TE_FAST_OWN_GEMM", "grouped"))
+}
+
+/// Whether products of groups run by these kernels wherever they can: unless `TE_FAST_OWN_GEMM=0`, with which cuBLASLt
+/// goes first.
+#[must_use]
+pub fn multiplies_groups() -> bool {
+    static GROUPS: OnceLock<bool> = OnceLock::new();
+    *GROUPS.get_or_init(|| flag("TE_FAST_OWN_GEMM", true))
+}
+
+fn is(name: &str, value: &str) -> bool {
+    std::env::var(name).is_ok_and(|given| given == value)
 }
 
 fn flag(name: &str, default: bool) -> bool {

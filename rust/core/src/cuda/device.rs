@@ -79,6 +79,17 @@ pub struct DeviceFacts {
     pub shared_bytes: u32,
 }
 
+/// The compute capability of GPUs for which some kernels are made alone.
+pub(crate) const HOPPER: (u32, u32) = (9, 0);
+
+impl DeviceFacts {
+    /// Whether it has the kernels that are made for Hopper alone.
+    #[must_use]
+    pub fn is_hopper(&self) -> bool {
+        self.capability == HOPPER
+    }
+}
+
 /// A device with its primary context and the kernels loaded so far.
 #[derive(Debug)]
 pub struct CudaDevice {

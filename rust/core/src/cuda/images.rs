@@ -9,6 +9,7 @@ use te_fast_kernels::{Image, KernelId, architectures, image_bytes};
 
 use crate::base::error::{Error, ErrorKind, Result};
 use crate::cuda::context::{PrimaryContext, capability_of};
+use crate::cuda::device::HOPPER;
 use crate::cuda::functions::{SUCCESS, check, failure, functions};
 
 /// The kernel's image, loaded at first use. A failure is tried again at the next one.
@@ -89,7 +90,7 @@ pub(crate) fn function(id: KernelId) -> Result<CUfunction> {
 pub fn load_kernels(ordinal: u16) -> Result<usize> {
     let capability = capability_of(ordinal)?;
     PrimaryContext::retain(ordinal)?.with(|| {
-        KernelId::all().filter(|id| !id.image().is_hopper_only() || capability == (9, 0)).try_fold(0, |count, id| {
+        KernelId::all().filter(|id| !id.image().is_hopper_only() || capability == HOPPER).try_fold(0, |count, id| {
             function(id)?;
             Ok(count + 1)
         })

@@ -6,6 +6,7 @@
 #![expect(unsafe_code, reason = "calls into cuBLASLt; every block names who guarantees its arguments")]
 
 use std::ffi::c_void;
+use std::fmt::Debug;
 use std::mem::size_of;
 use std::sync::{Mutex, OnceLock, PoisonError};
 
@@ -31,7 +32,7 @@ const BLOCK_SCALING_VERSION: usize = 120_900;
 /// First version whose split-K of CONFIG_ID 66 is right.
 const SPLIT_K_FIXED_VERSION: usize = 130_800;
 /// Placeholder for a pointer while a plan is made: aligned, never read.
-const ANY_ADDRESS: u64 = 256;
+pub(super) const ANY_ADDRESS: u64 = 256;
 /// Number of heuristic results to consider.
 const CANDIDATES: usize = 8;
 /// Pointers of a call.
@@ -46,7 +47,7 @@ const SCALE_ALIGNMENT: u64 = 16;
 const WORKSPACE_ALIGNMENT: u64 = 256;
 
 /// `cublasStatus_t` as an integer: a newer cuBLASLt may return a status that cudarc's enum does not have.
-type Status = u32;
+pub(super) type Status = u32;
 
 /// `cublasLtMatmulHeuristicResult_t`, with such a status.
 #[derive(Clone, Copy, Debug)]
@@ -74,16 +75,23 @@ impl HeuristicResult {
 /// cuBLAS has no algorithm for the problem.
 pub const NOT_SUPPORTED: Status = 15;
 
+/// `cublasLtGroupedMatrixLayoutCreate`: layout, type, groups, and arrays of rows, columns and leading dimensions.
+pub(super) type CreateGroupedLayout =
+    unsafe extern "C" fn(*mut cublasLtMatrixLayout_t, u32, i32, *const c_void, *const c_void, *const c_void) -> Status;
+
 /// Entry points, resolved once.
 #[derive(Debug)]
-struct Api {
-    version: usize,
+pub(super) struct Api {
+    pub(super) version: usize,
     create: unsafe extern "C" fn(*mut cublasLtHandle_t) -> Status,
-    desc_create: unsafe extern "C" fn(*mut cublasLtMatmulDesc_t, u32, u32) -> Status,
-    desc_destroy: unsafe extern "C" fn(cublasLtMatmulDesc_t) -> Status,
-    desc_set: unsafe extern "C" fn(cublasLtMatmulDesc_t, u32, *const c_void, usize) -> Status,
+    pub(super) desc_create: unsafe extern "C" fn(*mut cublasLtMatmulDesc_t, u32, u32) -> Status,
+    pub(super) desc_destroy: unsafe extern "C" fn(cublasLtMatmulDesc_t) -> Status,
+    pub(super) desc_set: unsafe extern "C" fn(cublasLtMatmulDesc_t, u32, *const c_void, usize) -> Status,
     layout_create: unsafe extern "C" fn(*mut cublasLtMatrixLayout_t, u32, u64, u64, i64) -> Status,
-    layout_destroy: unsafe extern "C" fn(cublasLtMatrixLayout_t) -> Status,
+    /// None before cuBLAS 13.2.
+    pub(super) grouped_layout_create: Option<CreateGroupedLayout>,
+    pub(super) layout_set: unsafe extern "C" fn(cublasLtMatrixLayout_t, u32, *const c_void, usize) -> Status,
+    pub(super) layout_destroy: unsafe extern "C" fn(cublasLtMatrixLayout_t) -> Status,
     pref_create: unsafe extern "C" fn(*mut cublasLtMatmulPreference_t) -> Status,
     pref_destroy: unsafe extern "C" fn(cublasLtMatmulPreference_t) -> Status,
     pref_set: unsafe extern "C" fn(cublasLtMatmulPreference_t, u32, *const c_void, usize) -> Status,
@@ -111,7 +119,7 @@ struct Api {
         *mut HeuristicResult,
     ) -> Status,
     algo_get: unsafe extern "C" fn(*const cublasLtMatmulAlgo_t, u32, *mut c_void, usize, *mut usize) -> Status,
-    matmul: unsafe extern "C" fn(
+    pub(super) matmul: unsafe extern "C" fn(
         cublasLtHandle_t,
         cublasLtMatmulDesc_t,
         *const c_void,
@@ -163,6 +171,11 @@ fn load() -> std::result::Result<Api, String> {
         desc_destroy: symbol!(b"cublasLtMatmulDescDestroy\0"),
         desc_set: symbol!(b"cublasLtMatmulDescSetAttribute\0"),
         layout_create: symbol!(b"cublasLtMatrixLayoutCreate\0"),
+        // SAFETY: the type is the one that cublasLt.h declares for this name.
+        grouped_layout_create: unsafe { library.get(b"cublasLtGroupedMatrixLayoutCreate\0") }
+            .ok()
+            .map(|create| *create),
+        layout_set: symbol!(b"cublasLtMatrixLayoutSetAttribute\0"),
         layout_destroy: symbol!(b"cublasLtMatrixLayoutDestroy\0"),
         pref_create: symbol!(b"cublasLtMatmulPreferenceCreate\0"),
         pref_destroy: symbol!(b"cublasLtMatmulPreferenceDestroy\0"),
@@ -177,21 +190,21 @@ fn load() -> std::result::Result<Api, String> {
     Ok(api)
 }
 
-fn check(call: &'static str, status: Status, problem: &Problem) -> Result<()> {
+pub(super) fn check(call: &'static str, status: Status, problem: &dyn Debug) -> Result<()> {
     if status == 0 { Ok(()) } else { Err(failure(call, status, problem)) }
 }
 
 #[cold]
 #[inline(never)]
-fn failure(call: &'static str, status: Status, problem: &Problem) -> Error {
+pub(super) fn failure(call: &'static str, status: Status, problem: &dyn Debug) -> Error {
     ErrorKind::Cublas { call, status, what: format!("{problem:?}") }.into()
 }
 
 /// cuBLASLt for one device.
 #[derive(Debug)]
 pub struct CublasLt {
-    api: &'static Api,
-    handle: cublasLtHandle_t,
+    pub(super) api: &'static Api,
+    pub(super) handle: cublasLtHandle_t,
 }
 
 // SAFETY: a cuBLASLt handle may be used from any thread; it holds no thread's state.
@@ -243,26 +256,35 @@ impl CublasLt {
     /// defective split-K algorithms; then its first one is used without splitting. The number is the bytes of workspace
     /// that the algorithm uses.
     fn algorithm(&self, plan: &CublasPlan, problem: &Problem) -> Result<(cublasLtMatmulAlgo_t, usize)> {
+        let alignment = u64::from(problem.alignment);
+        let [a, b, c, d] = attribute::PREF_MIN_ALIGNMENT.map(|name| (name, alignment, size_of::<u32>()));
+        let workspace = (attribute::PREF_MAX_WORKSPACE_BYTES, WORKSPACE_BYTES as u64, size_of::<u64>());
+        let layouts = [plan.w, plan.x, plan.c, plan.d];
+        let usable = self.candidates(plan.desc, layouts, &[workspace, a, b, c, d], problem)?;
+        let sound = usable.iter().find(|(algorithm, _)| !self.is_defective(algorithm)).copied();
+        sound
+            .or_else(|| usable.first().and_then(|&(favourite, _)| self.without_split(plan, favourite)))
+            .ok_or_else(|| failure("cublasLtMatmulAlgoGetHeuristic (no algorithm)", NOT_SUPPORTED, problem))
+    }
+
+    /// The heuristic's algorithms, best first, and the bytes of workspace that each uses. Preferences are attributes,
+    /// their values and the sizes of these.
+    pub(super) fn candidates(
+        &self,
+        desc: cublasLtMatmulDesc_t,
+        [w, x, c, d]: [cublasLtMatrixLayout_t; 4],
+        preferences: &[(u32, u64, usize)],
+        problem: &dyn Debug,
+    ) -> Result<Vec<(cublasLtMatmulAlgo_t, usize)>> {
         let api = self.api;
         let mut preference = std::ptr::null_mut();
         // SAFETY: writes one handle, destroyed below.
         check("cublasLtMatmulPreferenceCreate", unsafe { (api.pref_create)(&raw mut preference) }, problem)?;
-        let set = |name: u32, value: *const c_void, bytes: usize| {
-            // SAFETY: a live preference and a value of the attribute's size.
-            check(
-                "cublasLtMatmulPreferenceSetAttribute",
-                unsafe { (api.pref_set)(preference, name, value, bytes) },
-                problem,
-            )
-        };
-        let workspace = WORKSPACE_BYTES as u64;
-        let alignment = u32::from(problem.alignment);
-        let prepared = set(attribute::PREF_MAX_WORKSPACE_BYTES, (&raw const workspace).cast(), size_of::<u64>())
-            .and_then(|()| {
-                attribute::PREF_MIN_ALIGNMENT
-                    .iter()
-                    .try_for_each(|&name| set(name, (&raw const alignment).cast(), size_of::<u32>()))
-            });
+        let prepared = preferences.iter().try_for_each(|&(name, value, bytes)| {
+            // SAFETY: a live preference and a value of the attribute's size; the first bytes of a number are its lowest.
+            let status = unsafe { (api.pref_set)(preference, name, (&raw const value).cast(), bytes) };
+            check("cublasLtMatmulPreferenceSetAttribute", status, problem)
+        });
         let mut results = [HeuristicResult::NONE; CANDIDATES]; // cuBLASLt overwrites the first `found`
         let mut found = 0;
         let status = prepared.and_then(|()| {
@@ -270,11 +292,11 @@ impl CublasLt {
             let status = unsafe {
                 (api.heuristic)(
                     self.handle,
-                    plan.desc,
-                    plan.w,
-                    plan.x,
-                    plan.c,
-                    plan.d,
+                    desc,
+                    w,
+                    x,
+                    c,
+                    d,
                     preference,
                     CANDIDATES as i32,
                     results.as_mut_ptr(),
@@ -286,16 +308,8 @@ impl CublasLt {
         // SAFETY: created above, destroyed once.
         let _ = unsafe { (api.pref_destroy)(preference) };
         status?;
-        let mut usable = results
-            .iter()
-            .take(found as usize)
-            .filter(|result| result.status == 0)
-            .map(|result| (result.algorithm, result.workspace_bytes));
-        let first = usable.clone().next();
-        usable
-            .find(|(algorithm, _)| !self.is_defective(algorithm))
-            .or_else(|| first.and_then(|(favourite, _)| self.without_split(plan, favourite)))
-            .ok_or_else(|| failure("cublasLtMatmulAlgoGetHeuristic (no algorithm)", NOT_SUPPORTED, problem))
+        let usable = results.iter().take(found as usize).filter(|result| result.status == 0);
+        Ok(usable.map(|result| (result.algorithm, result.workspace_bytes)).collect())
     }
 
     /// The algorithm with the contraction in one part, if it can run so.

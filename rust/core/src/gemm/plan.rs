@@ -6,12 +6,13 @@ use std::sync::Arc;
 use rustc_hash::FxHashMap;
 use te_fast_kernels::constants::gemm::GROUPED_COLUMNS;
 
-use crate::base::config::takes_own_gemm;
+use crate::base::config::{multiplies_dense, multiplies_groups};
 use crate::base::dtype::DType;
 use crate::base::error::{Error, ErrorKind, Result};
 use crate::base::pointer::DevPtr;
 use crate::cuda::device::{CudaDevice, DeviceFacts};
 use crate::cuda::lt::{CublasLt, CublasPlan, NOT_SUPPORTED};
+use crate::cuda::lt_grouped::GroupedCublasPlan;
 use crate::cuda::tensor_map::ALIGNMENT;
 use crate::gemm::grouped::{BLOCK, GroupedGemmSpec, GroupedKind, GroupedScaling};
 use crate::gemm::problem::{Epilogue, Factor, GemmPointers, Problem, ScaleMode};
@@ -133,17 +134,42 @@ impl GemmPlans {
         Ok(plan)
     }
 
+    /// The plan of a grouped product: by the kernel of `cuda/gemm/`, else by cuBLASLt where that is taken.
+    ///
+    /// # Errors
+    /// See [`GroupedGemmPlan::new`].
+    pub fn grouped(&mut self, device: &CudaDevice, spec: GroupedGemmSpec) -> Result<GroupedGemmPlan> {
+        let (plan, facts) = (GroupedGemmPlan::new(spec)?, device.facts());
+        if plan.runs_on(facts) && multiplies_groups() {
+            return Ok(plan);
+        }
+        // A plan without either says so when it is run.
+        Ok(match self.by_cublas(device, &spec) {
+            Ok(cublas) => plan.by_cublas(cublas),
+            Err(_) => plan,
+        })
+    }
+
+    /// cuBLASLt's plan of a grouped product.
+    pub(crate) fn by_cublas(&mut self, device: &CudaDevice, spec: &GroupedGemmSpec) -> Result<GroupedCublasPlan> {
+        GroupedCublasPlan::new(self.cublas()?, device.facts().capability, spec)
+    }
+
+    /// cuBLASLt, opened at first use.
+    fn cublas(&mut self) -> Result<&mut CublasLt> {
+        Ok(match &mut self.cublas {
+            Some(cublas) => cublas,
+            none => none.insert(CublasLt::open()?),
+        })
+    }
+
     /// What multiplies on a GPU, and why.
     fn solver(&mut self, device: &CudaDevice, problem: &Problem) -> Result<(Solver, &'static str)> {
         let reason = match own(device.facts(), problem) {
             Ok(plan) => return Ok((Solver::Own(plan), "te_fast's kernel: its tiles fill the multiprocessors")),
             Err(reason) => reason,
         };
-        let cublas = match &mut self.cublas {
-            Some(cublas) => cublas,
-            none => none.insert(CublasLt::open()?),
-        };
-        Ok((Solver::CublasLt(make_parts(cublas, problem)?), reason))
+        Ok((Solver::CublasLt(make_parts(self.cublas()?, problem)?), reason))
     }
 
     /// Number of plans.
@@ -168,7 +194,7 @@ fn keeps_busy(m: usize, n: usize, multiprocessors: usize) -> bool {
 /// The product of one group by a kernel of `cuda/gemm/`, where it is as fast as cuBLASLt's; else why it is not taken.
 fn own(facts: &DeviceFacts, problem: &Problem) -> std::result::Result<GroupedGemmPlan, &'static str> {
     let &Problem { m, n, k, x, w, d, ldd, bias, alpha, epilogue, accumulate, alignment, .. } = problem;
-    if !takes_own_gemm() {
+    if !multiplies_dense() {
         return Err("cuBLASLt: TE_FAST_OWN_GEMM is 0");
     }
     if (x.scale, w.scale) != (ScaleMode::Block1d, ScaleMode::Block2d) {

@@ -3,10 +3,12 @@
 //! The rows of group `e` begin at the sum of `up(split, align)` over the groups before it. The splits are on the
 //! device, and the host does not read them: `rows` is a capacity.
 
+use std::sync::Arc;
+
 use te_fast_kernels::constants::common;
 use te_fast_kernels::constants::gemm::{
     GROUPED_COLUMNS, GROUPED_COLUMNS_WGRAD, GROUPED_COLUMNS_WGRAD_FAST, GROUPED_PARAMS_BYTES, GROUPED_SHARED,
-    GROUPED_THREADS,
+    GROUPED_TABLES_PARAMS_BYTES, GROUPED_THREADS,
 };
 use te_fast_kernels::{Fp8, Half, KernelId, image_bytes};
 
@@ -14,6 +16,7 @@ use crate::base::dtype::DType;
 use crate::base::error::{Error, Result};
 use crate::base::pointer::DevPtr;
 use crate::cuda::device::{CudaQueue, DeviceFacts};
+use crate::cuda::lt_grouped::GroupedCublasPlan;
 use crate::cuda::tensor_map::{ALIGNMENT, TensorMap, Tiles};
 pub use crate::gemm::grouped::{BLOCK, GroupedGemmSpec, GroupedKind, GroupedScaling};
 use crate::gemm::problem::GemmPointers;
@@ -41,14 +44,16 @@ pointers! {
         bias,
         /// Result. Rows of no group stay as they are. With addition, so does the matrix of an empty group.
         d,
+        /// [`WORKSPACE_BYTES`](crate::gemm::problem::WORKSPACE_BYTES) bytes on a GPU; null on the host.
+        workspace,
     }
 }
 
 impl<P: Copy> GroupedGemmPointers<P> {
     /// Those of a dense product's tensors.
     pub(crate) fn of(at: &GemmPointers<P>, splits: P) -> Self {
-        let &GemmPointers { x: a, x_scale: a_scale, w: b, w_scale: b_scale, bias, d, .. } = at;
-        Self { a, a_scale, b, b_scale, splits, bias, d }
+        let &GemmPointers { x: a, x_scale: a_scale, w: b, w_scale: b_scale, bias, d, workspace, .. } = at;
+        Self { a, a_scale, b, b_scale, splits, bias, d, workspace }
     }
 }
 
@@ -95,17 +100,69 @@ params! {
     }
 }
 
+params! {
+    /// Parameters of `grouped_tables`.
+    pub struct GroupedTablesParams<'a> [GROUPED_TABLES_PARAMS_BYTES] for GroupedTables => on_gpus_alone {
+        /// Rows of every group; null where one group has all rows.
+        pub splits: DevPtr<'a>,
+        /// First operand.
+        pub a: DevPtr<'a>,
+        /// Second operand.
+        pub b: DevPtr<'a>,
+        /// Result.
+        pub d: DevPtr<'a>,
+        /// One scale of A per group.
+        pub a_scale: DevPtr<'a>,
+        /// The same of B.
+        pub b_scale: DevPtr<'a>,
+        /// The table that is written.
+        pub table: DevPtr<'a>,
+        /// Bytes from a row of A to the next one.
+        pub a_row: u64,
+        /// The same of B.
+        pub b_row: u64,
+        /// Bytes from a group of B to the next one.
+        pub b_group: u64,
+        /// Bytes from a row of D to the next one.
+        pub d_row: u64,
+        /// Bytes from a group of D to the next one.
+        pub d_group: u64,
+        /// See [`GroupedGemmSpec`].
+        pub rows: u64,
+        /// See [`GroupedGemmSpec`].
+        pub counted: u64,
+        /// See [`GroupedGemmSpec`].
+        pub groups: u32,
+        /// See [`GroupedGemmSpec`].
+        pub align: u32,
+        /// See [`GroupedGemmSpec`].
+        pub n: u32,
+        /// See [`GroupedGemmSpec`].
+        pub k: u32,
+        /// Elements of a line of operands that have the rows innermost.
+        pub pitch: u32,
+        /// 1 if the zeros behind a group's rows count as its rows.
+        pub padded: u32,
+        /// 1 to add to D.
+        pub accumulate: u32,
+        /// Zero.
+        pub unused: u32,
+    }
+}
+
 /// The spec, for the host, which supports more types than the kernels.
-fn on_gpus_alone(_: &GroupedParams<'_>, id: KernelId) -> Result<()> {
+fn on_gpus_alone<P>(_: &P, id: KernelId) -> Result<()> {
     Err(Error::state(OP, id.symbol()))
 }
 
 /// A checked grouped product.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct GroupedGemmPlan {
     spec: GroupedGemmSpec,
     /// The kernel of Hopper, where it takes the product.
     kernel: Option<Kernel>,
+    /// cuBLASLt's product, where it is taken.
+    cublas: Option<Arc<GroupedCublasPlan>>,
 }
 
 /// A kernel of `cuda/gemm/`.
@@ -164,7 +221,13 @@ impl GroupedGemmPlan {
             let expected = "groups at multiples of 128 for an FP8 weight gradient";
             return Err(Error::layout(OP, "align", expected, spec.align));
         }
-        Ok(Self { spec, kernel: kernel_of(&spec) })
+        Ok(Self { spec, kernel: kernel_of(&spec), cublas: None })
+    }
+
+    /// The same product by cuBLASLt.
+    #[must_use]
+    pub(crate) fn by_cublas(self, plan: GroupedCublasPlan) -> Self {
+        Self { cublas: Some(Arc::new(plan)), ..self }
     }
 
     /// The spec of the plan.
@@ -173,10 +236,19 @@ impl GroupedGemmPlan {
         &self.spec
     }
 
-    /// Whether a device has a kernel for the product. The host always has one.
+    /// What multiplies, and why; empty for te_fast's kernel, and on the host.
+    #[must_use]
+    pub const fn reason(&self) -> &'static str {
+        match self.cublas {
+            Some(_) => "cuBLASLt: te_fast's kernel does not take it on this GPU, or TE_FAST_OWN_GEMM is 0",
+            None => "",
+        }
+    }
+
+    /// Whether a device has a kernel of te_fast's for the product. The host always has one.
     #[must_use]
     pub fn runs_on(&self, facts: &DeviceFacts) -> bool {
-        self.kernel.is_some_and(|kernel| facts.capability == (9, 0) && !image_bytes(kernel.id.image()).is_empty())
+        self.kernel.is_some_and(|kernel| facts.is_hopper() && !image_bytes(kernel.id.image()).is_empty())
     }
 
     /// Runs the product; does nothing without groups, rows or columns of the result.
@@ -200,13 +272,79 @@ impl GroupedGemmPlan {
     /// Launches the product's kernel, past the trace: for the plan of a dense product, whose own trace has it.
     pub(crate) fn launch(&self, queue: &mut CudaQueue<'_>, at: &GroupedGemmPointers<DevPtr<'_>>) -> Result<()> {
         let spec = &self.spec;
-        let (Some(kernel), true) = (self.kernel, self.runs_on(queue.device.facts())) else {
+        let own = self.kernel.filter(|_| self.runs_on(queue.device.facts()));
+        if own.is_none() && self.cublas.is_none() {
             return Err(self.missing(queue.device.facts()));
-        };
+        }
         let bytes = spec.groups * spec.n * spec.k * spec.d.size();
         if spec.rows == 0 {
             return if spec.accumulate { Ok(()) } else { queue.zero(at.d, bytes) };
         }
+        match (&self.cublas, own) {
+            (Some(cublas), _) => self.launch_cublas(queue, at, cublas),
+            (None, Some(kernel)) => self.launch_own(queue, at, kernel),
+            (None, None) => Ok(()),
+        }
+    }
+
+    fn launch_cublas(
+        &self,
+        queue: &mut CudaQueue<'_>,
+        at: &GroupedGemmPointers<DevPtr<'_>>,
+        cublas: &GroupedCublasPlan,
+    ) -> Result<()> {
+        if at.workspace.is_null() {
+            return Err(Error::state(OP, "cuBLASLt's workspace is missing"));
+        }
+        let grid = Grid::linear(1, 32);
+        queue.launch(KernelId::GroupedTables, grid, &self.tables(at, cublas.table(at.workspace)))?;
+        cublas.run(queue.stream, at.workspace)
+    }
+
+    fn tables<'a>(&self, at: &GroupedGemmPointers<DevPtr<'a>>, table: DevPtr<'a>) -> GroupedTablesParams<'a> {
+        let &GroupedGemmSpec { kind, groups, rows, counted, n, k, a, b, d, scaling, .. } = &self.spec;
+        let by_rows = kind == GroupedKind::Rows;
+        let padded = !by_rows && scaling != GroupedScaling::None;
+        let matrix = n * k;
+        // Operands of a weight gradient in FP8 have the rows innermost.
+        let (a_row, b_row, b_group, d_row, d_group) = match (by_rows, padded) {
+            (true, _) => (k * a.size(), 0, matrix * b.size(), n * d.size(), 0),
+            (false, true) => (a.size(), b.size(), 0, 0, matrix * d.size()),
+            (false, false) => (n * a.size(), k * b.size(), 0, 0, matrix * d.size()),
+        };
+        GroupedTablesParams {
+            splits: at.splits,
+            a: at.a,
+            b: at.b,
+            d: at.d,
+            a_scale: at.a_scale,
+            b_scale: at.b_scale,
+            table,
+            a_row: a_row as u64,
+            b_row: b_row as u64,
+            b_group: b_group as u64,
+            d_row: d_row as u64,
+            d_group: d_group as u64,
+            rows: rows as u64,
+            counted: counted as u64,
+            groups: groups as u32,
+            align: self.spec.align as u32,
+            n: n as u32,
+            k: k as u32,
+            pitch: rows as u32,
+            padded: u32::from(padded),
+            accumulate: u32::from(self.spec.accumulate),
+            unused: 0,
+        }
+    }
+
+    fn launch_own(
+        &self,
+        queue: &mut CudaQueue<'_>,
+        at: &GroupedGemmPointers<DevPtr<'_>>,
+        kernel: Kernel,
+    ) -> Result<()> {
+        let spec = &self.spec;
         let kernel = wider(spec, kernel, queue.device.facts().multiprocessors as usize);
         let params = self.params(at, kernel.columns)?;
         let width = if spec.kind == GroupedKind::Rows { spec.n } else { spec.k };
@@ -224,7 +362,7 @@ impl GroupedGemmPlan {
             OP,
             format_args!(
                 "there is no kernel for {} by {} with n = {}, k = {} on a GPU of sm_{major}{minor}: it takes sm_90, FP8, float16 or \
-                 bfloat16, and lines of multiples of 16 bytes",
+                 bfloat16, and lines of multiples of 16 bytes; nor is cuBLASLt's taken",
                 spec.a, spec.b, spec.n, spec.k
             ),
         )

@@ -22,11 +22,18 @@ impl Facts {
         let row_scale = if scaled { self.factor_type(link) } else { None };
         Some(ActivationGroupsSpec { cast: cast.groups_spec()?, activation, interleave, row_scale, way })
     }
-}
 
-/// The spec, unless no kernel has it.
-fn fitting(linear: usize, spec: ActivationGroupsSpec) -> Result<(usize, ActivationGroupsSpec), &'static str> {
-    spec.obstacle().map_or(Ok((linear, spec)), Err)
+    /// The spec, unless no kernel has it.
+    fn fitting(
+        &self,
+        linear: usize,
+        spec: ActivationGroupsSpec,
+    ) -> Result<(usize, ActivationGroupsSpec), &'static str> {
+        if !self.is_hopper {
+            return Err("the kernel that quantises for experts as it computes is made for Hopper");
+        }
+        spec.obstacle().map_or(Ok((linear, spec)), Err)
+    }
 }
 
 impl Forward<'_> {
@@ -41,7 +48,7 @@ impl Forward<'_> {
             return Some(Err("its result is read in high precision, too"));
         }
         let spec = facts.activation_of_groups(&facts.chain.links()[index], cast, ActivationWay::Forward)?;
-        Some(fitting(consumer, spec))
+        Some(facts.fitting(consumer, spec))
     }
 
     /// The activation at `index`, quantised for the linear op at `consumer`.
@@ -86,7 +93,7 @@ impl Backward<'_> {
         let linear = &facts.linears[links[before].linear];
         let cast = linear.dy().filter(|_| linear.backward() == BackwardOperands::Quantized)?;
         let spec = facts.activation_of_groups(&links[index], cast, ActivationWay::Backward { row_scale_grad })?;
-        Some(fitting(before, spec))
+        Some(facts.fitting(before, spec))
     }
 
     /// Computes the activation in front of the linear op of experts at `index` again, in the layout for the weights'
@@ -98,7 +105,7 @@ impl Backward<'_> {
         let activation = op.recomputed?;
         let link = &facts.chain.links()[activation];
         let spec = facts.activation_of_groups(link, op.x_again()?, ActivationWay::Forward)?;
-        let (_, spec) = fitting(index, spec).ok()?;
+        let (_, spec) = facts.fitting(index, spec).ok()?;
         let kept = self.left.kept[activation];
         let Kept::Activation { row_scale, .. } = kept else { return None };
         let col = LayoutAt { data: self.for_weight_grad(linear), scale: self.for_weight_grad(linear) };

@@ -3,7 +3,7 @@
 use te_fast_kernels::constants::tile::TRANSPOSED_ALIGN;
 use te_fast_kernels::{Float, Fp8};
 
-use crate::base::dtype::DType;
+use crate::base::dtype::{DType, Device};
 use crate::base::error::{Error, Result};
 use crate::ops::cast_groups::Gather;
 use crate::program::buffer::At;
@@ -31,6 +31,8 @@ pub(crate) struct Facts {
     /// For each op, and after the last one, whether an earlier tensor needs a gradient.
     pub(crate) grads_before: Vec<bool>,
     pub(crate) limits: Limits,
+    /// Whether the device has the kernels that are made for Hopper alone; the host has them all.
+    pub(crate) is_hopper: bool,
     pub(crate) ports: PortNumbers,
 }
 
@@ -47,6 +49,10 @@ impl Facts {
         let edges: Vec<Edge> = widths.map(|(index, cols)| Edge { rows: chain.rows_of(index), cols, kind }).collect();
         let grads_before = grads_before(chain, &key);
         let limits = dispatcher.limits(key.device)?;
+        let is_hopper = match key.device {
+            Device::Cpu => true,
+            Device::Cuda(ordinal) => dispatcher.facts(ordinal)?.is_hopper(),
+        };
         let mut linears: Vec<LinearOp> = linear_indices(chain)
             .map(|index| {
                 let op = LinearOp::new(chain, index, &key, recipe, (grads_before[index], limits.multiprocessors));
@@ -64,7 +70,8 @@ impl Facts {
             params: chain.params(),
             linears: chain.linears(),
         });
-        Ok(Self { chain: chain.clone(), key, recipe: recipe.copied(), edges, linears, grads_before, limits, ports })
+        let (chain, recipe) = (chain.clone(), recipe.copied());
+        Ok(Self { chain, key, recipe, edges, linears, grads_before, limits, is_hopper, ports })
     }
 
     pub(crate) fn label(&self, index: usize) -> &str {

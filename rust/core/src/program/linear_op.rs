@@ -476,7 +476,7 @@ impl LinearOp {
     ) -> Result<WeightGradPlan> {
         let Self { inputs, outputs, .. } = *self;
         if let Some(groups) = self.groups {
-            return self.grouped_wgrad(groups, rows, (d, accumulate)).map(WeightGradPlan::Grouped);
+            return self.grouped_wgrad(dispatcher, groups, rows, (d, accumulate)).map(WeightGradPlan::Grouped);
         }
         if !self.writes_weight_grad_in(d) {
             let message = format!(
@@ -519,7 +519,12 @@ impl LinearOp {
     }
 
     /// Forward, or the gradient of the input; none for one weight.
-    pub(crate) fn grouped_plan(&self, rows: usize, product: Product) -> Result<Option<GroupedGemmPlan>> {
+    pub(crate) fn grouped_plan(
+        &self,
+        dispatcher: &mut Dispatcher,
+        rows: usize,
+        product: Product,
+    ) -> Result<Option<GroupedGemmPlan>> {
         let Some(groups) = self.groups else { return Ok(None) };
         let backward = matches!(product, Product::InputGrad { .. });
         let (scaling, a, b) = self.grouped_operands(backward);
@@ -544,13 +549,19 @@ impl LinearOp {
             align: 1,
             scale_pitch: if scaling == GroupedScaling::Block { shape.row_scale_pitch() } else { 0 },
         };
-        GroupedGemmPlan::new(spec).map(Some)
+        dispatcher.grouped_gemm(self.device, spec).map(Some)
     }
 
-    fn grouped_wgrad(&self, groups: Groups, rows: usize, (d, accumulate): (DType, bool)) -> Result<GroupedGemmPlan> {
+    fn grouped_wgrad(
+        &self,
+        dispatcher: &mut Dispatcher,
+        groups: Groups,
+        rows: usize,
+        (d, accumulate): (DType, bool),
+    ) -> Result<GroupedGemmPlan> {
         let (scaling, a, b) = self.grouped_operands(true);
         let padded = scaling != GroupedScaling::None;
-        GroupedGemmPlan::new(GroupedGemmSpec {
+        let spec = GroupedGemmSpec {
             kind: GroupedKind::WeightGradient,
             groups: groups.count,
             rows: if padded { padded_rows(rows, groups.count) } else { rows },
@@ -567,6 +578,7 @@ impl LinearOp {
             fast_accumulation: self.is_fast(scaling, |split| split.wgrad),
             align: if padded { TILE } else { 1 },
             scale_pitch: 0,
-        })
+        };
+        dispatcher.grouped_gemm(self.device, spec)
     }
 }

@@ -110,6 +110,7 @@ impl Planned {
         match self {
             Self::Gemm(plan, _) => plan.reason(),
             Self::WeightGrad(_, Some(plan), ..) => plan.reason(),
+            Self::GroupedGemm(plan, _) => plan.reason(),
             _ => "",
         }
     }

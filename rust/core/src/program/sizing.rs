@@ -188,7 +188,7 @@ impl<'a> Sizing<'a> {
             self.writes(at.d, plan.as_ref().map_or(0, WeightGradPlan::bytes));
             return Ok(Planned::WeightGrad(linear, plan, pointers, counts));
         }
-        if let Some(plan) = op.grouped_plan(rows, product)? {
+        if let Some(plan) = op.grouped_plan(self.dispatcher, rows, product)? {
             self.writes(at.d, plan.spec().rows * plan.spec().n * plan.spec().d.size());
             return Ok(Planned::GroupedGemm(plan, GroupedGemmPointers::of(&pointers, counts)));
         }

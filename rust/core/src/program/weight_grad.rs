@@ -36,11 +36,11 @@ impl WeightGradPlan {
         }
     }
 
-    /// What multiplies, and why; empty for experts, and on the host.
+    /// What multiplies, and why; empty for te_fast's kernel of experts, and on the host.
     pub(crate) fn reason(&self) -> &'static str {
         match self {
             Self::Dense(plan) => plan.reason(),
-            Self::Grouped(_) => "",
+            Self::Grouped(plan) => plan.reason(),
         }
     }
 

@@ -12,10 +12,12 @@ use crate::base::pointer::DevPtr;
 use crate::cuda::device::{Context, CudaDevice, CudaQueue, DeviceFacts, Stream, device_count, is_capturing};
 use crate::cuda::memory::{DeviceBuffer, retire};
 use crate::cuda::zeroed::ZeroedCounters;
+use crate::gemm::grouped::GroupedGemmSpec;
 use crate::gemm::plan::{GemmPlan, GemmPlans};
 use crate::gemm::problem::{Problem, WORKSPACE_BYTES};
 use crate::launch::target::{Backend, Target};
 use crate::launch::trace::Trace;
+use crate::ops::grouped_gemm::GroupedGemmPlan;
 use crate::recipe::autocast::AutocastState;
 use crate::runtime::lane::{
     CAPTURED_ZEROED_BYTES, CLUSTERS_FROM, COUNTER_BYTES, External, Lane, Limits, Memory, OWN_SCRATCH_LIMIT, Place,
@@ -192,6 +194,29 @@ impl Dispatcher {
                 state.gemms.get(Some(&state.cuda), problem)
             }
         }
+    }
+
+    /// The plan of a grouped product on a device, which must be current.
+    ///
+    /// # Errors
+    /// See [`GroupedGemmPlan::new`].
+    pub fn grouped_gemm(&mut self, device: Device, spec: GroupedGemmSpec) -> Result<GroupedGemmPlan> {
+        match device {
+            Device::Cpu => GroupedGemmPlan::new(spec),
+            Device::Cuda(ordinal) => {
+                let state = self.device(ordinal)?;
+                state.gemms.grouped(&state.cuda, spec)
+            }
+        }
+    }
+
+    /// Whether cuBLASLt has a grouped product on a GPU, which must be current, in a version that is trusted.
+    ///
+    /// # Errors
+    /// No driver.
+    pub fn cublas_multiplies(&mut self, ordinal: u16, spec: &GroupedGemmSpec) -> Result<bool> {
+        let state = self.device(ordinal)?;
+        Ok(state.gemms.by_cublas(&state.cuda, spec).is_ok())
     }
 
     /// Bytes that the caller must allocate for a call that needs `scratch` bytes of private memory; zero if the

@@ -2,12 +2,10 @@
 
 use pyo3::prelude::*;
 use te_fast_core::Error;
-use te_fast_core::base::dtype::DType;
+use te_fast_core::base::dtype::{DType, Device};
 use te_fast_core::base::pointer::DevPtr;
 use te_fast_core::base::tensor::TensorView;
-use te_fast_core::ops::grouped_gemm::{
-    BLOCK, GroupedGemmPlan, GroupedGemmPointers, GroupedGemmSpec, GroupedKind, GroupedScaling,
-};
+use te_fast_core::ops::grouped_gemm::{BLOCK, GroupedGemmPointers, GroupedGemmSpec, GroupedKind, GroupedScaling};
 
 use crate::direct::call::DirectCall;
 use crate::direct::tensors::{check_apart, contiguous, matrix, sized};
@@ -68,7 +66,7 @@ pub(crate) fn grouped_gemm<'py>(
         align: usize::try_from(align).unwrap_or(0),
         scale_pitch,
     };
-    let plan = GroupedGemmPlan::new(spec).python()?;
+    let plan = state.dispatcher(py)?.0.grouped_gemm(result.device(), spec).python()?;
     check_scales(&call, scaling, [(a.1.as_ref(), counts[0]), (b.1.as_ref(), counts[1])])?;
     let at = GroupedGemmPointers {
         a: a_view.data(),
@@ -76,13 +74,54 @@ pub(crate) fn grouped_gemm<'py>(
         b: b_view.data(),
         b_scale: call.pointer(b.1.as_ref())?,
         splits: split_view.data(),
-        bias: match (bias, bias_dtype) {
-            (Some(bias), Some(dtype)) => sized(&call, Some(bias), "bias", dtype, groups * n)?,
-            _ => DevPtr::null(),
-        },
+        bias: bias_dtype.map_or(Ok(DevPtr::null()), |dtype| sized(&call, bias, "bias", dtype, groups * n))?,
         d: result.data(),
+        workspace: DevPtr::null(),
     };
-    call.with_lane(0, |lane| plan.run(&mut lane.target, &at))
+    call.with_lane(0, |lane| plan.run(&mut lane.target, &GroupedGemmPointers { workspace: lane.workspace.gemm, ..at }))
+}
+
+/// Whether cuBLASLt's product of groups is taken on a GPU for operands of a type: `float16`, `bfloat16`, or FP8 for
+/// another name.
+#[pyfunction]
+#[pyo3(signature = (index, operands, /))]
+pub(crate) fn cublas_multiplies_groups(py: Python<'_>, index: u16, operands: &str) -> PyResult<bool> {
+    let (state, device) = (state(py)?, Device::Cuda(index));
+    let (scaling, grad, weight) = match operands {
+        "float16" => (GroupedScaling::None, DType::F16, DType::F16),
+        "bfloat16" => (GroupedScaling::None, DType::Bf16, DType::Bf16),
+        _ => (GroupedScaling::Tensor, DType::E5m2, DType::E4m3),
+    };
+    let spec = GroupedGemmSpec {
+        kind: GroupedKind::Rows,
+        groups: 2,
+        rows: 2 * BLOCK,
+        counted: 2 * BLOCK,
+        n: BLOCK,
+        k: BLOCK,
+        a: weight,
+        b: weight,
+        d: if scaling == GroupedScaling::None { weight } else { DType::Bf16 },
+        scaling,
+        bias: None,
+        accumulate: false,
+        fast_accumulation: scaling == GroupedScaling::Tensor,
+        b_k_outermost: false,
+        align: BLOCK,
+        scale_pitch: 0,
+    };
+    let input_grad =
+        GroupedGemmSpec { a: grad, b_k_outermost: scaling == GroupedScaling::None, fast_accumulation: false, ..spec };
+    let weight_grad = GroupedGemmSpec { kind: GroupedKind::WeightGradient, b_k_outermost: false, ..input_grad };
+    let added = GroupedGemmSpec { accumulate: true, d: DType::F32, ..weight_grad };
+    let _guard = state.guard(py, device)?;
+    let mut dispatcher = state.dispatcher(py)?;
+    for spec in [spec, input_grad, weight_grad, added] {
+        if !dispatcher.0.cublas_multiplies(index, &spec).python()? {
+            return Ok(false);
+        }
+    }
+    Ok(true)
 }
 
 /// Rows, n and k.
