@@ -17,8 +17,8 @@ from linear_layers import DTYPES, casts, close
 from recipes import RECIPES
 from selection import sampled
 from te_fast import _config
-from te_fast.common.recipe import Float8CurrentScaling
-from te_fast.ops import expert_loop
+from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from te_fast.ops import cublas_groups, expert_loop
 
 ALL = {"high": lambda: None, **RECIPES}
 
@@ -48,12 +48,43 @@ def one_by_one(monkeypatch):
 )
 def test_what_one_launch_on_a_gpu_takes(dtype, lines, where, looped, monkeypatch):
     """The test needs no GPU: a stand-in for the tensor has a device and a type."""
-    monkeypatch.setattr(expert_loop, "_has_one_launch", lambda _: True)
+    monkeypatch.setattr(expert_loop, "has_kernels", lambda _: True)
     x = SimpleNamespace(device=torch.device("cuda", 0), dtype=dtype)
     with where():
         assert expert_loop.is_needed(x, *lines) is looped
-    monkeypatch.setattr(expert_loop, "_has_one_launch", lambda _: False)
-    assert expert_loop.is_needed(x, *lines)
+        assert expert_loop.is_needed(x, *lines, biased=True) is looped
+
+
+@pytest.mark.parametrize(
+    ("dtype", "where", "asked"),
+    [
+        (torch.bfloat16, nullcontext, ["bfloat16"]),
+        (torch.float16, nullcontext, ["float16"]),
+        (torch.float32, nullcontext, None),
+        (torch.float32, lambda: in_autocast(), ["bfloat16"]),
+        (torch.float32, lambda: in_fp8(), ["fp8"]),
+        (torch.bfloat16, lambda: in_fp8("high_precision"), ["bfloat16", "fp8"]),
+        (torch.bfloat16, lambda: in_fp8(kind=DelayedScaling), ["fp8"]),
+        (torch.bfloat16, lambda: in_fp8(kind=Float8BlockScaling), None),
+    ],
+)
+def test_what_cublas_takes_on_gpus_without_kernels(dtype, where, asked, monkeypatch):
+    """None: experts run one by one whatever cuBLASLt has."""
+    questions, answer = [], True
+
+    def multiplies(index, operands):
+        questions.append(operands)
+        return answer
+
+    monkeypatch.setattr(expert_loop, "has_kernels", lambda _: False)
+    monkeypatch.setattr(cublas_groups, "multiplies", multiplies)
+    x = SimpleNamespace(device=torch.device("cuda", 0), dtype=dtype)
+    with where():
+        assert expert_loop.is_needed(x, 64, 96) is (asked is None)
+        assert questions == (asked or [])
+        assert expert_loop.is_needed(x, 64, 96, biased=True)  # cuBLASLt adds no biases of groups
+        answer = False
+        assert expert_loop.is_needed(x, 64, 96)
 
 
 def agree(name, found, dtype=torch.float32):
@@ -76,8 +107,8 @@ def in_autocast():
         torch.set_autocast_enabled("cuda", False)
 
 
-def in_fp8(override=None, *, enabled=True):
-    return te.autocast(enabled=enabled, recipe=Float8CurrentScaling(backward_override=override))
+def in_fp8(override=None, *, kind=Float8CurrentScaling, enabled=True):
+    return te.autocast(enabled=enabled, recipe=kind(backward_override=override))
 
 
 @pytest.mark.parametrize(("name", "dtype", "single"), sampled(ALL, DTYPES, [False, True]), ids=str)

@@ -25,7 +25,7 @@ from te_fast.layers.parameters import (
     refuse,
 )
 from te_fast.layers.parts import PartedLayer, concatenate
-from te_fast.ops.expert_loop import ExpertLoop, Experts, is_needed, read_counts, takes
+from te_fast.ops.expert_loop import ExpertLoop, Experts, is_needed, is_never_needed, read_counts
 from te_fast.parallel.agreement import compare_experts_in_debug
 from te_fast.runtime import native, scale_tape
 from te_fast.runtime.caller_memory import check_buffer
@@ -601,8 +601,10 @@ class GroupedLinear(PartedLayer):
 
         Notes
         -----
-        Experts run one by one on GPUs other than Hopper's, with operands in FP32, with lines that are no multiples of
-        16 bytes, and in a region whose recipe has ``backward_override="dequantized"``.
+        Experts run one by one with operands in FP32, with lines that are no multiples of 16 bytes, in a region whose
+        recipe has ``backward_override="dequantized"``, and on GPUs other than Hopper's. There cuBLASLt multiplies all
+        experts at once without a bias and block scales, if its version is known to be right and a trial at the first
+        call agrees.
         """
         if not isinstance(inp, torch.Tensor):
             check_input(self, inp, "in_features", self.in_features, torch.device("cpu"))
@@ -647,7 +649,8 @@ class GroupedLinear(PartedLayer):
         traced = is_traced(inp)
         if not traced:
             compare_experts_in_debug(self, inp, m_splits)
-        if is_needed(inp, self.in_features, self.out_features):
+        biased = self.use_bias and not self.return_bias
+        if is_needed(inp, self.in_features, self.out_features, biased=biased):
             given = out is not None or dgrad_out is not None
             refuse(self.name, {"out or dgrad_out of experts that run one by one": given})
             if not traced:
@@ -683,7 +686,7 @@ class GroupedLinear(PartedLayer):
         """Let later calls on the GPU of the input go to the native side at once."""
         if _config.EXPERT_LOOP or _config.DEBUG:  # both must see each call
             return
-        if inp.device.type == "cuda" and takes(inp.dtype, self.in_features, self.out_features):
+        if is_never_needed(inp, self.in_features, self.out_features):
             self.__dict__["_one_launch_on"] = inp.device.index
 
     def _with_biases(self, y: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, Any]:

@@ -1,6 +1,7 @@
-"""Runs experts one by one, on devices without grouped kernels: in FP8 each as a dense program, otherwise by torch.
+"""Runs experts one by one, where nothing multiplies all of them at once.
 
-So the results outside of FP8 are those of `Linear` layers, bit for bit.
+In FP8 each is a dense program, otherwise torch multiplies. So the results outside of FP8 are those of `Linear` layers,
+bit for bit.
 """
 
 from __future__ import annotations
@@ -14,23 +15,24 @@ from torch.nn import functional
 
 from te_fast import _config
 from te_fast.errors import UnsupportedError
+from te_fast.ops import cublas_groups
 from te_fast.runtime import high_precision, main_grad, native
 from te_fast.runtime.compiling import is_traced
 from te_fast.runtime.global_state import autocast_state
 from te_fast.tensor.primary import is_quantized
 from te_fast.tensor.stacks import experts_of
 
-#: The GPUs that products of all experts in one launch are compiled for.
+#: The GPUs that te_fast's products of all experts in one launch are compiled for.
 _ONE_LAUNCH = (9, 0)
 #: Dense products in FP8 take rows in multiples of this; zeros pad them.
 _ROWS = 8
 
 
-def is_needed(x: torch.Tensor, *lines: int) -> bool:
+def is_needed(x: torch.Tensor, *lines: int, biased: bool = False) -> bool:
     """Tell whether experts run one by one on values of a tensor's device and type.
 
-    The products of all experts in one launch need a GPU that has their kernels, operands in FP8 or of 16 bits, and
-    lines of a multiple of 16 bytes. Their backward cannot take operands that were dequantised.
+    The products of all experts in one launch need a GPU that has their kernels or a cuBLASLt that has them, operands in
+    FP8 or of 16 bits, and lines of a multiple of 16 bytes. Their backward cannot take operands that were dequantised.
 
     Parameters
     ----------
@@ -38,21 +40,52 @@ def is_needed(x: torch.Tensor, *lines: int) -> bool:
         The input, or a weight.
     *lines : int
         Elements of the lines of input, weights and result.
+    biased : bool
+        Whether a product adds a bias.
     """
-    if _config.EXPERT_LOOP or (x.device.type == "cuda" and not _has_one_launch(x.device.index)):
+    if _config.EXPERT_LOOP:
+        return True
+    on_gpu = x.device.type == "cuda"
+    if on_gpu and not has_kernels(x.device.index) and (biased or not _cublas_multiplies(x)):
         return True
     if is_traced(x):  # the operator itself says what it does not take
         return False
-    recipe = native.autocast_objects()[0] if autocast_state.fp8_enabled else None
+    recipe = _recipe()
     override = getattr(recipe, "backward_override", None)
     if override == "dequantized":
         return True
-    if x.device.type != "cuda" or takes(x.dtype, *lines):
+    if not on_gpu or takes(x.dtype, *lines):
         return False
     if recipe is not None and override is None:  # all products are of FP8 operands
         return False
     in_autocast = torch.is_autocast_enabled("cuda")
     return not (in_autocast and takes(torch.get_autocast_dtype("cuda"), *lines))
+
+
+def is_never_needed(x: torch.Tensor, *lines: int) -> bool:
+    """Tell whether te_fast's kernels multiply values like these on their GPU, whatever region a call is in."""
+    return x.device.type == "cuda" and has_kernels(x.device.index) and takes(x.dtype, *lines)
+
+
+def _recipe() -> Any:
+    """Return the recipe in force; None outside of FP8."""
+    return native.autocast_objects()[0] if autocast_state.fp8_enabled else None
+
+
+def _cublas_multiplies(x: torch.Tensor) -> bool:
+    """Tell whether cuBLASLt takes the products of all experts, forward and backward, in one call each."""
+    recipe = _recipe()
+    if recipe is None or getattr(recipe, "backward_override", None) is not None:
+        in_autocast = torch.is_autocast_enabled("cuda")
+        dtype = torch.get_autocast_dtype("cuda") if in_autocast else x.dtype
+        if dtype.itemsize != 2 or not cublas_groups.multiplies(
+            x.device.index, str(dtype).removeprefix("torch.")
+        ):
+            return False
+    if recipe is None:
+        return True
+    one_scale = recipe.delayed() or recipe.float8_current_scaling()
+    return one_scale and cublas_groups.multiplies(x.device.index, "fp8")
 
 
 def takes(dtype: torch.dtype, *lines: int) -> bool:
@@ -61,7 +94,8 @@ def takes(dtype: torch.dtype, *lines: int) -> bool:
 
 
 @cache
-def _has_one_launch(index: int | None) -> bool:
+def has_kernels(index: int | None) -> bool:
+    """Tell whether a GPU has te_fast's kernels for the products of all experts."""
     return torch.cuda.get_device_capability(index) == _ONE_LAUNCH
 
 

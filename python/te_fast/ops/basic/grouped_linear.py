@@ -352,7 +352,9 @@ class GroupedLinear(ExtraTensorOperation, WeightedOperation):
         if like is None:
             like = getattr(self, self._weight_names[0], None)
         # A weight that is gone is refused when the group of operations is planned.
-        return like is not None and is_needed(like, self.in_features, self.out_features)
+        return like is not None and is_needed(
+            like, self.in_features, self.out_features, biased=self.use_bias
+        )
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Move the parameters, and choose the path for the new device."""
