@@ -7,8 +7,6 @@ pub mod graph;
 pub mod images;
 mod learned;
 pub mod lt;
-mod lt_attributes;
-pub mod lt_grouped;
 pub mod memory;
 pub mod tensor_map;
 pub mod zeroed;

@@ -16,7 +16,7 @@ use crate::base::dtype::DType;
 use crate::base::error::{Error, Result};
 use crate::base::pointer::DevPtr;
 use crate::cuda::device::{CudaQueue, DeviceFacts};
-use crate::cuda::lt_grouped::GroupedCublasPlan;
+use crate::cuda::lt::grouped::GroupedCublasPlan;
 use crate::cuda::tensor_map::{ALIGNMENT, TensorMap, Tiles};
 pub use crate::gemm::grouped::{BLOCK, GroupedGemmSpec, GroupedKind, GroupedScaling};
 use crate::gemm::problem::GemmPointers;

@@ -11,15 +11,16 @@ use std::ffi::c_void;
 use std::mem::size_of;
 use std::sync::{Mutex, PoisonError};
 
-use cudarc::cublaslt::sys::{cublasLtHandle_t, cublasLtMatmulAlgo_t, cublasLtMatmulDesc_t, cublasLtMatrixLayout_t};
+use cudarc::cublaslt::sys::{cublasLtHandle_t, cublasLtMatmulAlgo_t};
 use te_fast_kernels::constants::gemm::{GROUPED_ADDRESSES, GROUPED_SIZES};
 
-use crate::base::dtype::DType;
 use crate::base::error::{Error, ErrorKind, Result};
 use crate::base::pointer::DevPtr;
 use crate::cuda::device::Stream;
-use crate::cuda::lt::{ANY_ADDRESS, Api, CreateGroupedLayout, CublasLt, NOT_SUPPORTED, Status, check, failure};
-use crate::cuda::lt_attributes::{self as attribute, data_type};
+use crate::cuda::lt::api::{
+    ANY_ADDRESS, CreateGroupedLayout, CublasLt, Descriptors, NOT_SUPPORTED, Status, check, failure,
+};
+use crate::cuda::lt::attributes::{self as attribute, data_type};
 use crate::gemm::grouped::{GroupedGemmSpec, GroupedKind, GroupedScaling};
 use crate::gemm::problem::WORKSPACE_BYTES;
 
@@ -117,11 +118,9 @@ fn matrices(spec: &GroupedGemmSpec) -> [Matrix; 3] {
 /// One product's descriptors; the table's address is set when it changes.
 #[derive(Debug)]
 pub struct GroupedCublasPlan {
-    api: &'static Api,
     handle: cublasLtHandle_t,
-    desc: cublasLtMatmulDesc_t,
-    /// B, A, D.
-    layouts: [cublasLtMatrixLayout_t; 3],
+    /// Of B, A and D.
+    descriptors: Descriptors<3>,
     matrices: [Matrix; 3],
     algorithm: cublasLtMatmulAlgo_t,
     table: Table,
@@ -161,10 +160,8 @@ impl GroupedCublasPlan {
             ));
         };
         let mut plan = Self {
-            api,
             handle,
-            desc: std::ptr::null_mut(),
-            layouts: [std::ptr::null_mut(); 3],
+            descriptors: Descriptors::new(api, spec)?,
             matrices: matrices(spec),
             algorithm: cublasLtMatmulAlgo_t { data: [0; 8] },
             table,
@@ -178,27 +175,24 @@ impl GroupedCublasPlan {
     }
 
     fn describe(&mut self, create: CreateGroupedLayout, spec: &GroupedGemmSpec) -> Result<()> {
-        let api = self.api;
-        // SAFETY: writes one handle, destroyed by Drop.
-        let status = unsafe { (api.desc_create)(&raw mut self.desc, attribute::COMPUTE_32F, data_type(DType::F32)) };
-        check("cublasLtMatmulDescCreate", status, spec)?;
         let [b, a, _] = self.matrices;
         let operation = |matrix: Matrix| if matrix.transposed { attribute::OP_T } else { attribute::OP_N };
-        let mut status = self.set(attribute::DESC_TRANSA, &operation(b))
-            | self.set(attribute::DESC_TRANSB, &operation(a))
-            | self.set(attribute::DESC_POINTER_MODE, &attribute::POINTER_MODE_DEVICE);
+        let to = &mut self.descriptors;
+        let mut status = to.set(attribute::DESC_TRANSA, &operation(b))
+            | to.set(attribute::DESC_TRANSB, &operation(a))
+            | to.set(attribute::DESC_POINTER_MODE, &attribute::POINTER_MODE_DEVICE);
         if self.is_scaled {
-            status |= self.set(attribute::DESC_FAST_ACCUM, &i8::from(spec.fast_accumulation))
-                | self.set(attribute::DESC_A_SCALE_MODE, &attribute::SCALE_PER_GROUP)
-                | self.set(attribute::DESC_B_SCALE_MODE, &attribute::SCALE_PER_GROUP)
-                | self.set(attribute::DESC_A_SCALE_POINTER, &ANY_ADDRESS)
-                | self.set(attribute::DESC_B_SCALE_POINTER, &ANY_ADDRESS);
+            status |= to.set(attribute::DESC_FAST_ACCUM, &i8::from(spec.fast_accumulation))
+                | to.set(attribute::DESC_A_SCALE_MODE, &attribute::SCALE_PER_GROUP)
+                | to.set(attribute::DESC_B_SCALE_MODE, &attribute::SCALE_PER_GROUP)
+                | to.set(attribute::DESC_A_SCALE_POINTER, &ANY_ADDRESS)
+                | to.set(attribute::DESC_B_SCALE_POINTER, &ANY_ADDRESS);
         }
         check("cublasLtMatmulDescSetAttribute", status, spec)?;
-        for (layout, dtype) in self.layouts.iter_mut().zip([spec.b, spec.a, spec.d]) {
+        for (matrix, dtype) in to.matrices.iter_mut().zip([spec.b, spec.a, spec.d]) {
             let any = ANY_ADDRESS as *const c_void;
-            // SAFETY: writes one handle, destroyed by Drop; the arrays are the device's, and not read here.
-            let status = unsafe { create(layout, data_type(dtype), spec.groups as i32, any, any, any) };
+            // SAFETY: writes one handle, destroyed with the others; the arrays are the device's, and not read here.
+            let status = unsafe { create(matrix, data_type(dtype), spec.groups as i32, any, any, any) };
             check("cublasLtGroupedMatrixLayoutCreate", status, spec)?;
         }
         Ok(())
@@ -224,15 +218,10 @@ impl GroupedCublasPlan {
             c,
             d,
         ];
-        let [b, a, d] = self.layouts;
-        let found = cublas.candidates(self.desc, [b, a, d, d], &preferences, spec)?;
+        let Descriptors { operation, matrices: [b, a, d], .. } = self.descriptors;
+        let found = cublas.candidates(operation, [b, a, d, d], &preferences, spec)?;
         let none = || failure("cublasLtMatmulAlgoGetHeuristic (no algorithm)", NOT_SUPPORTED, spec);
         found.first().map(|&(algorithm, _)| algorithm).ok_or_else(none)
-    }
-
-    fn set<T>(&self, name: u32, value: &T) -> Status {
-        // SAFETY: a live descriptor and a value of the attribute's size.
-        unsafe { (self.api.desc_set)(self.desc, name, std::ptr::from_ref(value).cast(), size_of::<T>()) }
     }
 
     /// The table, in a workspace of [`WORKSPACE_BYTES`].
@@ -254,13 +243,13 @@ impl GroupedCublasPlan {
         }
         let array = |of| (table + self.table.addresses(of)) as *mut c_void;
         let factors = table + self.table.factors();
-        let [b, a, d] = self.layouts;
+        let &Descriptors { api, operation, matrices: [b, a, d] } = &self.descriptors;
         // SAFETY: descriptors were made for this product; the caller wrote the table, on this stream and device, and
         // checked the tensors that its addresses are in. C is D, of the same layout.
         let status = unsafe {
-            (self.api.matmul)(
+            (api.matmul)(
                 self.handle,
-                self.desc,
+                operation,
                 factors as *const c_void,
                 array(Addresses::B),
                 b,
@@ -285,8 +274,8 @@ impl GroupedCublasPlan {
 
     /// Sets the addresses of a table's arrays in the descriptors.
     fn point(&self, table: u64) -> Status {
-        let mut status = 0;
-        for (&layout, matrix) in self.layouts.iter().zip(&self.matrices) {
+        let (mut status, to) = (0, &self.descriptors);
+        for (&layout, matrix) in to.matrices.iter().zip(&self.matrices) {
             for (name, sizes) in [
                 (attribute::LAYOUT_ROWS_ARRAY, matrix.rows),
                 (attribute::LAYOUT_COLS_ARRAY, matrix.cols),
@@ -294,27 +283,14 @@ impl GroupedCublasPlan {
             ] {
                 let array = table + self.table.sizes(sizes);
                 // SAFETY: a live layout; the attribute is an address.
-                status |= unsafe { (self.api.layout_set)(layout, name, (&raw const array).cast(), size_of::<u64>()) };
+                status |= unsafe { (to.api.layout_set)(layout, name, (&raw const array).cast(), size_of::<u64>()) };
             }
         }
         if self.is_scaled {
-            status |= self.set(attribute::DESC_A_SCALE_POINTER, &(table + self.table.addresses(Addresses::BScale)))
-                | self.set(attribute::DESC_B_SCALE_POINTER, &(table + self.table.addresses(Addresses::AScale)));
+            status |= to.set(attribute::DESC_A_SCALE_POINTER, &(table + self.table.addresses(Addresses::BScale)))
+                | to.set(attribute::DESC_B_SCALE_POINTER, &(table + self.table.addresses(Addresses::AScale)));
         }
         status
-    }
-}
-
-impl Drop for GroupedCublasPlan {
-    fn drop(&mut self) {
-        for layout in self.layouts.into_iter().filter(|layout| !layout.is_null()) {
-            // SAFETY: created by this plan, destroyed once.
-            let _ = unsafe { (self.api.layout_destroy)(layout) };
-        }
-        if !self.desc.is_null() {
-            // SAFETY: as above.
-            let _ = unsafe { (self.api.desc_destroy)(self.desc) };
-        }
     }
 }
 

@@ -1,0 +1,6 @@
+//! cuBLASLt.
+
+pub mod api;
+mod attributes;
+pub mod dense;
+pub mod grouped;
