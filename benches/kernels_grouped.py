@@ -4,7 +4,8 @@
 
 GPU time is the median between CUDA events around one call; a read before each call flushes the L2 cache. FP8 is
 compared with `torch._scaled_grouped_mm` (a scale per row, fast accumulation), bfloat16 with `torch._grouped_mm`. Weight
-gradients have the same shapes; they are added to float32, or stored in bfloat16.
+gradients have the same shapes; they are added to float32, or stored in bfloat16. With ``TE_FAST_OWN_GEMM=0`` and a
+cuBLAS that has them, products of groups in bfloat16 and under one scale are cuBLASLt's.
 
 Dense products are products of one group. Their times over cuBLASLt's say which dense layers use these kernels
 (`rust/core/src/gemm/plan.rs`).
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-os.environ["TE_FAST_OWN_GEMM"] = "grouped"  # `gemm` is cuBLASLt
+os.environ.setdefault("TE_FAST_OWN_GEMM", "grouped")  # `gemm` is cuBLASLt
 
 from _harness import options, show, write
 from te_fast.common.recipe import Float8BlockScaling, Float8CurrentScaling

@@ -59,6 +59,7 @@ __device__ inline bool find_group_in_warp(const int64_t* splits, uint32_t groups
         rows_before = __shfl_sync(kFullWarp, end, 31);
         tiles_before = __shfl_sync(kFullWarp, tiles_end, 31);
     }
+    found = {};
     return false;
 }
 
