@@ -6,6 +6,7 @@ from contextlib import ExitStack
 
 import torch
 
+from te_fast.errors import TeFastError
 from te_fast.runtime import native
 
 #: Sizes of the trial. Its tiles are several for each multiprocessor.
@@ -56,7 +57,10 @@ def is_right(index: int, operands: str) -> bool:
         stack.callback(torch.use_deterministic_algorithms, was_deterministic)
         torch.use_deterministic_algorithms(False)  # torch's own products might refuse
         trial = _Trial(torch.device("cuda", index), operands)
-        right = [trial.by_rows(), *[trial.weight_gradient(add=add) for add in (False, True)]]
+        try:
+            right = [trial.by_rows(), *[trial.weight_gradient(add=add) for add in (False, True)]]
+        except TeFastError:  # cuBLASLt refuses the product after all
+            return False
     return all(right)
 
 
