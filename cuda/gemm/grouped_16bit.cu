@@ -19,7 +19,9 @@ INSTANCE(grouped_rows_bf16, kBf16, true, false, false, kGroupedColumns)
 INSTANCE(grouped_rows_f16, kF16, true, false, false, kGroupedColumns)
 INSTANCE(grouped_rows_across_bf16, kBf16, true, false, true, kGroupedColumns)
 INSTANCE(grouped_rows_across_f16, kF16, true, false, true, kGroupedColumns)
-INSTANCE(grouped_wgrad_bf16, kBf16, false, true, true, kGroupedColumnsWgradFast)
-INSTANCE(grouped_wgrad_f16, kF16, false, true, true, kGroupedColumnsWgradFast)
+INSTANCE(grouped_wgrad_bf16, kBf16, false, true, true, kGroupedColumnsWgrad)
+INSTANCE(grouped_wgrad_f16, kF16, false, true, true, kGroupedColumnsWgrad)
+INSTANCE(grouped_wgrad_stored_bf16, kBf16, false, true, true, kGroupedColumns)
+INSTANCE(grouped_wgrad_stored_f16, kF16, false, true, true, kGroupedColumns)
 
 }  // namespace te_fast::gemm

@@ -110,9 +110,11 @@ TE_WGMMA_FP8(Element::kE5m2, Element::kE4m3, 192, TE_NAMES96, TE_OPERANDS96, "%9
 TE_WGMMA_FP8(Element::kE5m2, Element::kE4m3, 256, TE_NAMES128, TE_OPERANDS128, "%128", "%129", "%130", "e5m2", "e4m3")
 TE_WGMMA_16(Element::kBf16, 256, TE_NAMES128, TE_OPERANDS128, "%128", "%129", "%130", false, false, "0", "0", "bf16")
 TE_WGMMA_16(Element::kBf16, 256, TE_NAMES128, TE_OPERANDS128, "%128", "%129", "%130", false, true, "0", "1", "bf16")
-TE_WGMMA_16(Element::kBf16, 192, TE_NAMES96, TE_OPERANDS96, "%96", "%97", "%98", true, true, "1", "1", "bf16")
+TE_WGMMA_16(Element::kBf16, 256, TE_NAMES128, TE_OPERANDS128, "%128", "%129", "%130", true, true, "1", "1", "bf16")
+TE_WGMMA_16(Element::kBf16, 128, TE_NAMES64, TE_OPERANDS64, "%64", "%65", "%66", true, true, "1", "1", "bf16")
 TE_WGMMA_16(Element::kF16, 256, TE_NAMES128, TE_OPERANDS128, "%128", "%129", "%130", false, false, "0", "0", "f16")
 TE_WGMMA_16(Element::kF16, 256, TE_NAMES128, TE_OPERANDS128, "%128", "%129", "%130", false, true, "0", "1", "f16")
-TE_WGMMA_16(Element::kF16, 192, TE_NAMES96, TE_OPERANDS96, "%96", "%97", "%98", true, true, "1", "1", "f16")
+TE_WGMMA_16(Element::kF16, 256, TE_NAMES128, TE_OPERANDS128, "%128", "%129", "%130", true, true, "1", "1", "f16")
+TE_WGMMA_16(Element::kF16, 128, TE_NAMES64, TE_OPERANDS64, "%64", "%65", "%66", true, true, "1", "1", "f16")
 
 }  // namespace te_fast::gemm

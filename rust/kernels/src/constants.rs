@@ -145,7 +145,7 @@ constants! {
         GROUPED_COLUMNS: usize = 256;
         /// The same of weight gradients that may be added to the result.
         GROUPED_COLUMNS_WGRAD: usize = 128;
-        /// The same of weight gradients whose sums stay in the tensor cores.
+        /// The same of FP8 weight gradients whose sums stay in the tensor cores.
         GROUPED_COLUMNS_WGRAD_FAST: usize = 192;
         /// Size of `GroupedParams`.
         GROUPED_PARAMS_BYTES: usize = 768;

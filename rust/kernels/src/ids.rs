@@ -424,6 +424,8 @@ kernels! {
     GroupedRowsAcross(Half) "grouped_rows_across" in Grouped16bit;
     /// Weight gradients of groups, of 16-bit elements.
     GroupedWgrad(Half) "grouped_wgrad" in Grouped16bit;
+    /// The same of wider tiles, stored and never added to the result.
+    GroupedWgradStored(Half) "grouped_wgrad_stored" in Grouped16bit;
     /// Sizes and addresses of the groups of a product.
     GroupedTables() "grouped_tables" in GroupedTables;
     /// Rotary position embeddings of up to three tensors of heads.

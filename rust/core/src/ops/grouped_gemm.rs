@@ -61,7 +61,7 @@ params! {
     /// Parameters of the kernels in `cuda/gemm/`.
     pub struct GroupedParams<'a> [GROUPED_PARAMS_BYTES] for GroupedRowsFast | GroupedRowsSplit | GroupedRowsBlock
         | GroupedWgradFast | GroupedWgradSplit | GroupedWgradBlock | GroupedWgradStoredSplit | GroupedWgradStoredBlock
-        | GroupedRows | GroupedRowsAcross | GroupedWgrad
+        | GroupedRows | GroupedRowsAcross | GroupedWgrad | GroupedWgradStored
         => on_gpus_alone {
         /// A, B, D, and block scales of A and B.
         pub maps: [TensorMap; 5],
@@ -456,6 +456,7 @@ fn wider(spec: &GroupedGemmSpec, kernel: Kernel, multiprocessors: usize) -> Kern
     let id = match kernel.id {
         KernelId::GroupedWgradSplit(fp8) => KernelId::GroupedWgradStoredSplit(fp8),
         KernelId::GroupedWgradBlock(fp8) => KernelId::GroupedWgradStoredBlock(fp8),
+        KernelId::GroupedWgrad(half) => KernelId::GroupedWgradStored(half),
         _ => return kernel,
     };
     let tiles = spec.groups * spec.n.div_ceil(BLOCK) * spec.k.div_ceil(GROUPED_COLUMNS);
@@ -491,7 +492,7 @@ fn kernel_of(spec: &GroupedGemmSpec) -> Option<Kernel> {
     let kernel = |id, columns, in_pairs| Some(Kernel { id, columns, in_pairs });
     match (first, spec.scaling, spec.fast_accumulation) {
         (Ok(_), ..) if spec.b != DType::E4m3 => None,
-        (Err(half), ..) if !rows => kernel(KernelId::GroupedWgrad(half), GROUPED_COLUMNS_WGRAD_FAST, false),
+        (Err(half), ..) if !rows => kernel(KernelId::GroupedWgrad(half), GROUPED_COLUMNS_WGRAD, true),
         (Err(half), ..) if spec.b_k_outermost => kernel(KernelId::GroupedRowsAcross(half), GROUPED_COLUMNS, false),
         (Err(half), ..) => kernel(KernelId::GroupedRows(half), GROUPED_COLUMNS, false),
         (Ok(fp8), GroupedScaling::Block, _) if rows => kernel(KernelId::GroupedRowsBlock(fp8), GROUPED_COLUMNS, true),
