@@ -494,6 +494,25 @@ def scaled(single=False, **options):
     )
 
 
+@pytest.mark.parametrize("single_bias", [False, True])
+@pytest.mark.parametrize("single_weight", [False, True])
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_python_neighbour_changes_no_bits(number, single_weight, single_bias):
+    kinds = {"single_grouped_weight": single_weight, "single_grouped_bias": single_bias}
+    layer = ops.GroupedLinear(number, 16, 32, device="cpu", **kinds)
+    chain = ops.Sequential(copy.deepcopy(layer), ops.L2Normalization())
+    splits = torch.tensor([5, *[0] * (number - 1)])
+    results = []
+    for run in (lambda *args: ops.L2Normalization()(layer(*args)), chain):
+        x = torch.arange(80.0).view(5, 16).requires_grad_()
+        y = run(x, splits)
+        y[..., ::2].sum().backward()
+        module = layer if run is not chain else chain[0]
+        results.append([y, x.grad, *(parameter.grad for parameter in module.parameters())])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("single", [False, True], ids=["parts", "single"])
 def test_scaled_biases_are_torchs(single):
     model = scaled(single)

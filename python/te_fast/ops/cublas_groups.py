@@ -54,9 +54,7 @@ def is_right(index: int, operands: str) -> bool:
         stack.enter_context(torch.cuda.device(index))
         stack.enter_context(torch.autocast("cuda", enabled=False))
         stack.enter_context(torch.no_grad())
-        stack.callback(
-            torch.use_deterministic_algorithms, was_deterministic, warn_only=only_warned
-        )
+        stack.callback(torch.use_deterministic_algorithms, was_deterministic, warn_only=only_warned)
         torch.use_deterministic_algorithms(False)  # torch's own products might refuse
         trial = _Trial(torch.device("cuda", index), operands)
         right = [trial.by_rows(), *[trial.weight_gradient(add=add) for add in (False, True)]]

@@ -364,7 +364,8 @@ class GroupedLinear(ExtraTensorOperation, WeightedOperation):
         return result
 
     def _is_in_parts(self) -> bool:
-        return len(self._weight_names) > 1 or len(self._bias_names) > 1
+        # One expert, too, may have a parameter that is no stack.
+        return not self.single_grouped_weight or (self.use_bias and not self.single_grouped_bias)
 
     def fuser_forward(
         self,
