@@ -19,6 +19,7 @@ from selection import sampled
 from te_fast import _config
 from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from te_fast.ops import cublas_groups, expert_loop
+from te_fast.tensor import stacks
 
 ALL = {"high": lambda: None, **RECIPES}
 
@@ -508,3 +509,20 @@ def test_delayed_gradients_of_partly_frozen_experts(frozen, fuse, fp8, one_by_on
     grads = [weight.main_grad if fuse else weight.grad for weight in weights]
     torch.testing.assert_close(grads[1 - frozen], torch.full((64, 64), 16.0))
     assert grads[frozen] is None or not grads[frozen].any()
+
+
+def test_the_expert_of_a_stack_of_one(recipe, one_by_one):
+    with te.quantized_model_init(recipe=recipe):
+        layer = te.GroupedLinear(1, 128, 256, bias=False, device="cpu", single_grouped_weight=True)
+    (expert,) = stacks.experts_of(layer.weight)
+    assert torch.equal(expert.dequantize(), layer.weight.dequantize()[0])
+    found = []
+    for loop in (False, True):
+        one_by_one(loop)
+        x = torch.linspace(-1, 1, 16 * 128).view(16, 128).requires_grad_()
+        with te.autocast(recipe=recipe):
+            y = layer(x, [16])
+        y[:, ::2].sum().backward()
+        found.append((y, x.grad))
+    for one, other in zip(*found, strict=True):
+        assert (one - other).norm() < 0.1 * other.norm()
