@@ -281,7 +281,7 @@ class Call:
         extras: Tensors = ()
         extra_grads: list[bool] = []
         if step.takes:
-            extras = tuple([self.tensors[place] for place in step.takes])
+            extras = tuple(self._taken(step, x))
             extra_grads = [wanted and tensor.requires_grad for tensor in extras]
         if step.casts:
             x, extras = step.matched(x, extras)
@@ -316,6 +316,14 @@ class Call:
             saved += tensors
             self.saved[first] = slice(start, len(saved))
         return y
+
+    def _taken(self, step: Step, x: torch.Tensor) -> list[Any]:
+        """Return a step's extra inputs; the fuser has checked the counts of experts' rows that the caller gave."""
+        found = [None if place is None else self.tensors[place] for place in step.takes]
+        for position, op in step.counted:
+            if found[position] is not None:
+                found[position] = op._counts_of_rows(found[position], x)
+        return found
 
     def _forward_on_ranks(
         self, step: Step, x: torch.Tensor, extras: Tensors, extra_grads: list[bool]
@@ -379,7 +387,7 @@ class Call:
         if self.kwargs:
             kwargs = [self.kwargs[index] for index in step.indices]
         widths = [len(self.plan.routing.sources[index]) for index in step.indices]
-        found = [None if place is None else self.tensors[place] for place in step.takes]
+        found = self._taken(step, x)
         result: Any = op.fuser_forward(
             contexts,
             x,
