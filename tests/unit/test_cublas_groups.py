@@ -1,5 +1,7 @@
 """The trial of cuBLASLt's product of groups, here of the host's product, which is right."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -58,3 +60,26 @@ def test_answers_are_kept(monkeypatch):
     assert cublas_groups.multiplies(0, "fp8")
     assert not cublas_groups.multiplies(0, "float16")  # unknown, and a graph is captured
     assert asked == [(0, "fp8")]
+
+
+@pytest.mark.parametrize("warn_only", [False, True])
+def test_the_callers_determinism_stays(warn_only, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(cublas_groups, "_Trial", lambda *_: FailedTrial())
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    try:
+        assert not cublas_groups.is_right(0, "float16")
+        assert torch.are_deterministic_algorithms_enabled()
+        assert torch.is_deterministic_algorithms_warn_only_enabled() is warn_only
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+class FailedTrial:
+    """A trial of a wrong product, which looks that torch's own may be of any kind."""
+
+    def by_rows(self):
+        return torch.are_deterministic_algorithms_enabled()
+
+    def weight_gradient(self, *, add):
+        return torch.are_deterministic_algorithms_enabled()

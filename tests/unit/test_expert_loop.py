@@ -19,6 +19,7 @@ from selection import sampled
 from te_fast import _config
 from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from te_fast.ops import cublas_groups, expert_loop
+from te_fast.tensor import stacks
 
 ALL = {"high": lambda: None, **RECIPES}
 
@@ -487,3 +488,41 @@ def test_an_earlier_call_does_not_choose_the_path_of_other_recipes(before):
     assert torch.equal(*results)
     for one, other in zip(fresh.parameters(), chain.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad)
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+@pytest.mark.parametrize("fuse", [False, True], ids=["grad", "main_grad"])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_delayed_gradients_of_partly_frozen_experts(frozen, fuse, fp8, one_by_one):
+    one_by_one()
+    layer = te.ops.GroupedLinear(
+        2, 64, 64, device="cpu", delay_wgrad_compute=True, accumulate_into_main_grad=fuse
+    )
+    layer._parameters[f"weight{frozen}"].requires_grad_(False)
+    weights = [layer.weight0, layer.weight1]
+    for weight in weights:
+        weight.main_grad = torch.zeros(weight.shape)
+    x = torch.ones(32, 64, requires_grad=True)
+    with te.autocast(enabled=fp8, recipe=Float8CurrentScaling()):
+        layer(x, torch.tensor([16, 16])).sum().backward()
+    layer.backward_dw()
+    grads = [weight.main_grad if fuse else weight.grad for weight in weights]
+    torch.testing.assert_close(grads[1 - frozen], torch.full((64, 64), 16.0))
+    assert grads[frozen] is None or not grads[frozen].any()
+
+
+def test_the_expert_of_a_stack_of_one(recipe, one_by_one):
+    with te.quantized_model_init(recipe=recipe):
+        layer = te.GroupedLinear(1, 128, 256, bias=False, device="cpu", single_grouped_weight=True)
+    (expert,) = stacks.experts_of(layer.weight)
+    assert torch.equal(expert.dequantize(), layer.weight.dequantize()[0])
+    found = []
+    for loop in (False, True):
+        one_by_one(loop)
+        x = torch.linspace(-1, 1, 16 * 128).view(16, 128).requires_grad_()
+        with te.autocast(recipe=recipe):
+            y = layer(x, [16])
+        y[:, ::2].sum().backward()
+        found.append((y, x.grad))
+    for one, other in zip(*found, strict=True):
+        assert (one - other).norm() < 0.1 * other.norm()

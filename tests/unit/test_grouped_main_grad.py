@@ -5,7 +5,7 @@ import torch
 
 import te_fast.pytorch as te
 from selection import sampled
-from te_fast.common.recipe import DelayedScaling
+from te_fast.common.recipe import DelayedScaling, Float8CurrentScaling
 from te_fast.pytorch import ops
 
 EXPERTS, ROWS, SIZE = 3, 128, 32
@@ -84,3 +84,55 @@ def test_frozen_experts_and_overwritten_buffers_apart(later):
     assert torch.equal(weights[0].main_grad, before + 3)
     assert torch.equal(weights[2].main_grad, torch.full((SIZE, SIZE), 387.0))
     assert not hasattr(weights[1], "main_grad")
+
+
+def _chain(kind, single):
+    """Return operations whose weights are fused, the module of each, and their chain."""
+    options = {"device": "cpu", "accumulate_into_main_grad": True}
+    experts = ops.GroupedLinear(EXPERTS, SIZE, SIZE, single_grouped_weight=single, **options)
+    if kind == "alone":
+        return ops.Sequential(experts)
+    dense = (Inherits if kind == "Python" else ops.BasicLinear)(SIZE, SIZE, **options)
+    between = [ops.L2Normalization()] if kind == "Python" else []
+    return ops.Sequential(experts, *between, dense)
+
+
+class Inherits(ops.BasicLinear):
+    """A user's operation, which runs in Python."""
+
+    def op_backward(self, ctx, grad_output):
+        return super().op_backward(ctx, grad_output)
+
+
+@pytest.mark.parametrize("later", ["now", "later"])
+@pytest.mark.parametrize("how", ["added", "first microbatch", "attribute"])
+@pytest.mark.parametrize("rows", [0, 16])
+@pytest.mark.parametrize(
+    ("kind", "single", "fp8"),
+    sampled(["alone", "native", "Python"], [False, True], [False, True]),
+)
+def test_gradients_are_added_or_overwrite_whatever_the_rows_and_neighbours(
+    kind, single, fp8, rows, how, later
+):
+    chain = _chain(kind, single)
+    chain[0].delay_wgrad_compute = chain[0]._handle.delay_wgrad_compute = later == "later"
+    weights = [weight for name, weight in chain.named_parameters() if "weight" in name]
+    gradients = []
+    for before in (0.0, 64.0):
+        for weight in weights:
+            weight.main_grad = torch.full(weight.shape, before)
+            weight.overwrite_main_grad = how == "attribute"
+        torch.manual_seed(0)
+        x = torch.randn(rows, SIZE, requires_grad=True)
+        with te.autocast(enabled=fp8, recipe=Float8CurrentScaling()):
+            is_first = True if how == "first microbatch" else None
+            y = chain(x, torch.tensor([rows, 0, 0]), is_first_microbatch=is_first)
+        y[:, ::2].sum().backward()
+        chain[0].backward_dw()
+        assert x.grad.shape == x.shape
+        assert all(weight.grad is None for weight in weights)
+        kept = before if how == "added" else 0.0
+        gradients.append([weight.main_grad - kept for weight in weights])
+    for first, second in zip(*gradients, strict=True):
+        torch.testing.assert_close(first, second, rtol=0, atol=1e-4)
+        assert rows or not first.any()

@@ -381,3 +381,15 @@ def test_compiled_as_eager(name, single):
     torch.testing.assert_close(again, y, rtol=1e-5, atol=1e-6)
     found = [own.grad, *[parameter.grad for parameter in block.parameters()]]
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["program", "operations"])
+def test_a_call_that_fails_counts_no_tokens(dtype):
+    block = te.MoE(
+        24, 40, 4, 2, score_function="sigmoid", expert_bias=True, device="cpu", dtype=dtype
+    )
+    with te.autocast(), pytest.raises(te_fast.errors.ShapeError, match="multiple of 16"):
+        block(torch.ones(8, 24))
+    assert not block.tokens_per_expert.any()
+    assert block(torch.ones(8, 24)).isfinite().all()
+    assert block.tokens_per_expert.sum() == 16

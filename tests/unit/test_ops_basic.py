@@ -374,6 +374,20 @@ def test_dropout_that_drops_nothing_takes_any_type(dtype):
         assert torch.equal(module(x), module(x.float()))
 
 
+@pytest.mark.parametrize(
+    ("make", "dtype"),
+    [
+        (lambda: ops.Dropout(0.5), torch.int64),
+        (ops.L2Normalization, torch.int64),
+        (ops.L2Normalization, torch.complex64),
+    ],
+)
+def test_python_ops_refuse_types_that_they_cannot_compute_in(make, dtype):
+    for module in (make(), ops.Sequential(make(), ops.L2Normalization())):
+        with pytest.raises(DtypeError, match=r"floating.* type, got torch\."):
+            module(torch.ones(2, 4, dtype=dtype))
+
+
 @pytest.mark.parametrize("in_place", [False, True])
 def test_extra_output(in_place, way):
     op = way(ops.MakeExtraOutput(in_place=in_place))

@@ -12,6 +12,7 @@ from grouped_layers import with_biases
 from linear_layers import DTYPES, close
 from recipes import RECIPES
 from selection import sampled
+from te_fast.common.recipe import Float8BlockScaling
 from te_fast.pytorch import ops
 
 SPLITS = [0, 70, 1, 0, 129, 16]
@@ -475,6 +476,78 @@ def test_beside_operations_of_the_users_own():
     y.sum().backward()
     assert parts[0].weight0.grad.shape == (8, 8)
     close(parts[0].bias1.grad, torch.full((8,), 6.0).double(), torch.float32)
+
+
+@pytest.mark.parametrize("single_bias", [False, True])
+@pytest.mark.parametrize("single_weight", [False, True])
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_python_neighbour_changes_no_bits(number, single_weight, single_bias):
+    kinds = {"single_grouped_weight": single_weight, "single_grouped_bias": single_bias}
+    layer = ops.GroupedLinear(number, 16, 32, device="cpu", **kinds)
+    chain = ops.Sequential(copy.deepcopy(layer), ops.L2Normalization())
+    splits = torch.tensor([5, *[0] * (number - 1)])
+    results = []
+    for run in (lambda *args: ops.L2Normalization()(layer(*args)), chain):
+        x = torch.arange(80.0).view(5, 16).requires_grad_()
+        y = run(x, splits)
+        y[..., ::2].sum().backward()
+        module = layer if run is not chain else chain[0]
+        results.append([y, x.grad, *(parameter.grad for parameter in module.parameters())])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+class Counted(ops.BasicOperation):
+    """Counts the rows of experts for later operations."""
+
+    num_extra_outputs = 1
+
+    def __init__(self, counts):
+        super().__init__()
+        self.counts = counts
+        self.set_extra_output_channel(0, "counts", output_to_caller=False)
+
+    def op_forward(self, *_, **__):
+        raise NotImplementedError
+
+    op_backward = op_forward
+
+    def fuser_forward(self, basic_op_ctxs, input_, **_):
+        return input_, [(self.counts,)]
+
+    def fuser_backward(self, basic_op_ctxs, grad_output, **_):
+        return grad_output, [()], [()]
+
+
+def counted_by_channel(counts, single=True):
+    torch.default_generator.manual_seed(8)
+    kinds = {"single_grouped_weight": single, "single_grouped_bias": single}
+    layer = with_biases(ops.GroupedLinear(2, 128, 128, device="cpu", **kinds))
+    alone = copy.deepcopy(layer)
+    layer.set_extra_input_channel(0, "counts")
+    return ops.Sequential(Counted(counts), layer), alone
+
+
+@pytest.mark.parametrize("single", [False, True], ids=["parts", "single"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_counts_by_a_channel_are_taken_as_from_the_caller(dtype, single):
+    chain, alone = counted_by_channel(torch.tensor([3, 5], dtype=dtype), single)
+    x = torch.rand(8, 128)
+    assert torch.equal(chain(x), alone(x, torch.tensor([3, 5])))
+    chain[0].counts = torch.tensor([5, 7], dtype=dtype)
+    with pytest.raises(te_fast.errors.ShapeError, match="exceed 8"):
+        chain(x)
+
+
+def test_counts_by_a_channel_follow_the_region():
+    chain, alone = counted_by_channel(torch.tensor([16, 16]))
+    x = torch.rand(32, 128, requires_grad=True)
+    for override in (None, "dequantized", "high_precision", None):
+        with te.autocast(recipe=Float8BlockScaling(backward_override=override)):
+            found = [chain(x), alone(x, torch.tensor([16, 16]))]
+        found += [torch.autograd.grad(y.sum(), x)[0] for y in found]
+        assert torch.equal(*found[:2])
+        assert torch.equal(*found[2:])
 
 
 # Biases with factors --------------------------------------------------------------------------------

@@ -270,9 +270,11 @@ class MoE(torch.nn.Module):
         else:
             with outside:
                 probs, chosen, logits = self._route(inp)
-            if self.tokens_per_expert is not None and self._counts():
-                self.tokens_per_expert.add_(chosen.sum(0))
             merged = self._mixture(experts, inp, chosen, probs, self.topk, is_first_microbatch)
+            if (
+                self.tokens_per_expert is not None and self._counts()
+            ):  # a call that fails counts nothing
+                self.tokens_per_expert.add_(chosen.sum(0))
         if self.aux_loss_coeff == 0.0:
             return merged
         with outside:

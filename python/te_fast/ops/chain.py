@@ -17,6 +17,7 @@ from te_fast.runtime.second_order import differentiable_once
 
 if TYPE_CHECKING:
     from te_fast.ops.fuser import OperationFuser
+    from te_fast.ops.op import BasicOperation
     from te_fast.ops.plan import Plan, Step
     from te_fast.ops.routing import Slot
     from te_fast.recipe import Recipe
@@ -51,7 +52,7 @@ def run_native(
     if plan.single is not None:
         if plan.forward[0].casts:
             x, extra_inputs = plan.forward[0].matched(x, extra_inputs)
-        return _apply(plan.single, owner, x, extra_inputs, is_first_microbatch, buffers)
+        return _apply(plan, plan.forward[0], owner, x, extra_inputs, is_first_microbatch, buffers)
 
     def run() -> Any:
         return _run_programs(owner, plan, x, extra_inputs, is_first_microbatch)
@@ -63,18 +64,37 @@ def run_native(
 
 
 def _apply(
-    program: native.Program,
+    plan: Plan,
+    step: Step,
     owner: OperationFuser,
     x: torch.Tensor,
     extras: Tensors,
     is_first_microbatch: bool | None,
     buffers: native.Buffers | None,
 ) -> Any:
-    params = None
+    program, params = step.program, None
     if x.numel() == 0 and program.has_parts:  # without launches, torch joins the parts
-        params = tuple([torch.cat(list(parts)) for parts in program.parameter_parts()])
+        ops = [plan.ops[index] for index in step.indices]
+        params = joined_on_nothing(program, ops, owner._name, is_first_microbatch)
     return native.program_apply(
         program, owner, x, extras, is_first_microbatch, params, None, buffers
+    )
+
+
+def joined_on_nothing(
+    program: native.Program,
+    ops: Sequence[BasicOperation],
+    name: str,
+    is_first_microbatch: bool | None,
+) -> Tensors:
+    """Return the parameters of a program of these operations for a call on zero rows."""
+    fused = {id(part) for op in ops for part in op._fused_parts()}
+    overwrite, join = is_first_microbatch is True, rows.joined_on_nothing
+    return tuple(
+        [
+            join(parts, name, fuse=id(parts[0]) in fused, overwrite=overwrite)
+            for parts in program.parameter_parts()
+        ]
     )
 
 
@@ -93,7 +113,7 @@ def _run_programs(
         extras = tuple([tensors[place] for place in step.takes]) if step.takes else ()
         if step.casts:
             x, extras = step.matched(x, extras)
-        result = _apply(step.program, owner, x, extras, is_first_microbatch, None)
+        result = _apply(plan, step, owner, x, extras, is_first_microbatch, None)
         if step.makes:
             x = result[0]
             tensors += result[1:]
@@ -261,7 +281,7 @@ class Call:
         extras: Tensors = ()
         extra_grads: list[bool] = []
         if step.takes:
-            extras = tuple([self.tensors[place] for place in step.takes])
+            extras = tuple(self._taken(step, x))
             extra_grads = [wanted and tensor.requires_grad for tensor in extras]
         if step.casts:
             x, extras = step.matched(x, extras)
@@ -297,6 +317,14 @@ class Call:
             self.saved[first] = slice(start, len(saved))
         return y
 
+    def _taken(self, step: Step, x: torch.Tensor) -> list[Any]:
+        """Return a step's extra inputs; the fuser has checked the counts of experts' rows that the caller gave."""
+        found = [None if place is None else self.tensors[place] for place in step.takes]
+        for position, op in step.counted:
+            if found[position] is not None:
+                found[position] = op._counts_of_rows(found[position], x)
+        return found
+
     def _forward_on_ranks(
         self, step: Step, x: torch.Tensor, extras: Tensors, extra_grads: list[bool]
     ) -> Any:
@@ -329,6 +357,7 @@ class Call:
             context = self.contexts[index] = OperationContext()
             context.requires_grad = index >= self.first
             context.beside = self.plan.beside[index]
+            context.is_first_microbatch = self.is_first_microbatch
             contexts.append(context)
         if step.is_plain:
             x = op.op_forward(
@@ -358,7 +387,7 @@ class Call:
         if self.kwargs:
             kwargs = [self.kwargs[index] for index in step.indices]
         widths = [len(self.plan.routing.sources[index]) for index in step.indices]
-        found = [None if place is None else self.tensors[place] for place in step.takes]
+        found = self._taken(step, x)
         result: Any = op.fuser_forward(
             contexts,
             x,

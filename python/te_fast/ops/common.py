@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from te_fast.errors import ArgumentError, RanksError
+from te_fast.errors import ArgumentError, DtypeError, RanksError
 from te_fast.runtime.collectives import get_distributed_world_size
 from te_fast.runtime.device import check_device, default_device
 
@@ -64,6 +64,18 @@ def sizes_of(sizes: Any, op: str, argument: str) -> tuple[int, ...]:
     except TypeError:
         message = f"{op}: {argument} must be integers, got {type(sizes).__name__} {sizes!r}"
         raise ArgumentError(message) from None
+
+
+def refuse_type(op: str, x: torch.Tensor, wanted: str) -> NoReturn:
+    """Raise for an input of a type that torch's own functions refuse, or round without a word.
+
+    Raises
+    ------
+    DtypeError
+        With the type.
+    """
+    message = f"{op}: the input must be of a {wanted} type, got {x.dtype}; convert it by .float()"
+    raise DtypeError(message)
 
 
 def to_real(op: torch.nn.Module, name: str) -> torch.Tensor:

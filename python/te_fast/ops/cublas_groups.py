@@ -49,13 +49,13 @@ def is_right(index: int, operands: str) -> bool:
     from torch.utils._python_dispatch import _disable_current_modes
 
     was_deterministic = torch.are_deterministic_algorithms_enabled()
-    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
     with ExitStack() as stack:
         stack.enter_context(_disable_current_modes())
         stack.enter_context(torch.cuda.device(index))
         stack.enter_context(torch.autocast("cuda", enabled=False))
         stack.enter_context(torch.no_grad())
-        stack.callback(torch.use_deterministic_algorithms, was_deterministic, warn_only=warns)
+        stack.callback(torch.use_deterministic_algorithms, was_deterministic, warn_only=only_warned)
         torch.use_deterministic_algorithms(False)  # torch's own products might refuse
         trial = _Trial(torch.device("cuda", index), operands)
         try:

@@ -253,14 +253,17 @@ class ExpertLoop:
 
     def has_deferred(self) -> bool:
         """Tell whether weight gradients wait."""
-        return bool(self.handles[0].deferred_count())
+        return any(handle.deferred_count() for handle in self.handles)
 
     def compute_deferred(self) -> None:
         """Compute the oldest weight gradients that wait, and give them to the weights."""
         experts = self._experts
         weights = self._parts("weight", experts.weights, fuse=experts.fuse)
         found = [
+            # Frozen experts leave none.
             native.program_backward_dw(handle, weight, experts.fuse)
+            if handle.deferred_count()
+            else None
             for handle, weight in zip(self.handles, weights, strict=True)
         ]
         if experts.is_stack and not experts.fuse:

@@ -132,6 +132,8 @@ class OperationFuser:
             for place, (index, number) in enumerate(self._routing.inputs)
             if number == 0 and self._basic_ops[index]._counts_rows
         ]
+        #: Operations of experts, wherever their row counts come from.
+        self._experts: list[Any] = [op for op in self._basic_ops if op._counts_rows]
         #: Operations whose attributes decide whether they are native, and whether they are.
         self._variable = [op for op in self._basic_ops if op._mode_names]
         self._modes = self._modes_now()
@@ -179,13 +181,13 @@ class OperationFuser:
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plans[key] = self._make_plan(recipe, types)
-        if not is_custom and types is None and not self._counted:
+        if not is_custom and types is None and not self._experts:
             self._direct(plan.single or plan.steps)
         return plan
 
     def _looped(self) -> tuple[bool, ...]:
         """Tell of each operation of experts whether they run one by one: the region decides it, and tracers."""
-        return tuple([op._is_looped() for _, op in self._counted])
+        return tuple([op._is_looped() for op in self._experts])
 
     def _plan_for(
         self,

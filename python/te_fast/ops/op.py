@@ -54,6 +54,8 @@ class OperationContext:
         The same tensors, in backward.
     beside : Beside
         The quantisation that linear operations beside it do.
+    is_first_microbatch : bool or None
+        The call's argument of this name.
 
     See Also
     --------
@@ -71,6 +73,7 @@ class OperationContext:
 
     requires_grad = True
     beside = ALONE
+    is_first_microbatch: bool | None = None
     to_save: tuple[torch.Tensor | None, ...] | None = None
     saved_tensors: tuple[torch.Tensor | None, ...] | None = None
 
@@ -519,6 +522,10 @@ class BasicOperation(FusibleOperation, RecipeStateModule, metaclass=abc.ABCMeta)
     def _parts_of_parameters(self) -> list[tuple[torch.Tensor, ...]] | None:
         """Return the parts of each parameter of programs; None if no parameter has parts."""
         return None
+
+    def _fused_parts(self) -> Sequence[torch.Tensor]:
+        """Return the parts of parameters whose gradients go into their ``main_grad``."""
+        return ()
 
     def _counts_of_rows(self, counts: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Return the extra input that counts the rows of experts, in the programs' type."""

@@ -38,6 +38,8 @@ class Step:
     casts: bool = False
     #: Indices of the extra inputs among a call's tensors; None for those that the step makes itself.
     takes: tuple[Any, ...] = ()
+    #: Places in `takes` of the counts of experts' rows that come through channels, and the operations that take them.
+    counted: tuple[tuple[int, Any], ...] = ()
     #: Extra outputs.
     makes: int = 0
     #: For each op of the program, the basic operation that it belongs to.
@@ -349,10 +351,16 @@ def _wire(plan: Plan) -> None:
 
     for step in plan.forward:
         step.makes = sum(routing.made[index] for index in step.indices)
-        step.takes = tuple(
-            place(step, index, number)
+        slots = [
+            (index, number)
             for index in step.indices
             for number in range(len(routing.sources[index]))
+        ]
+        step.takes = tuple(place(step, *slot) for slot in slots)
+        step.counted = tuple(
+            (position, plan.ops[index])
+            for position, (index, number) in enumerate(slots)
+            if number == 0 and plan.ops[index]._counts_rows and routing.sources[index][0]
         )
         method = getattr(getattr(step.op, "fuser_forward", None), "__func__", None)
         is_basic = method is BasicOperation.fuser_forward

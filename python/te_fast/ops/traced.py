@@ -124,7 +124,7 @@ def run(
     tensors: list[Any] = list(fuser._with_counts(x, extra_inputs))
     for step in plan.forward:
         if step.program is None:
-            x = _run_in_python(plan, step, x, tensors, basic_op_kwargs)
+            x = _run_in_python(plan, step, x, tensors, basic_op_kwargs, is_first_microbatch)
             continue
         ranks: Any = step.ranks
         extras = tuple([tensors[place] for place in step.takes])
@@ -157,7 +157,12 @@ def _read(plan: Plan, index: int) -> list[tuple[torch.Tensor, ...]]:
 
 
 def _run_in_python(
-    plan: Plan, step: Step, x: torch.Tensor, tensors: list[Any], kwargs: list[dict[str, Any]] | None
+    plan: Plan,
+    step: Step,
+    x: torch.Tensor,
+    tensors: list[Any],
+    kwargs: list[dict[str, Any]] | None,
+    is_first_microbatch: bool | None,
 ) -> torch.Tensor:
     op: Any = step.op
     if not step.is_plain or len(step.indices) != 1:
@@ -184,14 +189,15 @@ def _run_in_python(
     if not wanted:
         ctx: Any = OperationContext()
         ctx.beside, ctx.requires_grad = beside, False
+        ctx.is_first_microbatch = is_first_microbatch
         y = op.op_forward(ctx, x, **_ALONE, **given)
     else:
-        y = _PythonOperation.apply(op, beside, given, *tensors_of_op)
+        y = _PythonOperation.apply(op, beside, is_first_microbatch, given, *tensors_of_op)
     return y
 
 
 class _PythonOperation(torch.autograd.Function):
-    """Arguments: operation, quantisation beside it, keywords, input, parameters.
+    """Arguments: operation, quantisation beside it, the call's `is_first_microbatch`, keywords, input, parameters.
 
     The node is the operation's context.
     """
@@ -201,11 +207,13 @@ class _PythonOperation(torch.autograd.Function):
         ctx: Any,
         op: Any,
         beside: Any,
+        is_first_microbatch: bool | None,
         kwargs: dict[str, Any],
         x: torch.Tensor,
         *_: torch.Tensor,
     ) -> torch.Tensor:
         ctx.beside = beside
+        ctx.is_first_microbatch = is_first_microbatch
         ctx.op = op
         if is_dynamo_compiling():  # otherwise a context has this attribute, which cannot be written
             ctx.requires_grad = True
@@ -217,4 +225,4 @@ class _PythonOperation(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
         dx, grads = ctx.op.op_backward(ctx, dy)
-        return (None, None, None, dx, *grads)
+        return (None, None, None, None, dx, *grads)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
-from te_fast.runtime import native
+from te_fast.runtime import main_grad, native
 from te_fast.runtime.second_order import differentiable_once, name_of_program
 
 Tensors = tuple[torch.Tensor, ...]
@@ -128,6 +128,64 @@ class _OnNothing(torch.autograd.Function):
             zero if is_wanted else None for zero, is_wanted in zip(zeros, needed, strict=False)
         ]
         return (None, None, None, *given, *grads)
+
+
+class _JoinedOnNothing(torch.autograd.Function):
+    """Parts as one tensor. Arguments: name, whether ``main_grad`` takes gradients, whether it is overwritten, parts."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, name: str, fuse: bool, overwrite: bool, *parts: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.name, ctx.fuse, ctx.overwrite, ctx.parts = name, fuse, overwrite, parts
+        ctx.set_materialize_grads(False)
+        first, length = parts[0], sum(part.shape[0] for part in parts)
+        return torch.empty(length, *first.shape[1:], dtype=first.dtype, device=first.device)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        found: list[torch.Tensor | None] = [None] * len(ctx.parts)
+        if ctx.fuse:
+            trained = zip(ctx.parts, ctx.needs_input_grad[3:], strict=True)
+            found = [
+                _nothing_into_main_grad(ctx, part, is_delayed=grad is None) if is_wanted else None
+                for part, is_wanted in trained
+            ]
+        elif grad is not None:
+            found = list(grad.split([part.shape[0] for part in ctx.parts]))
+        return (None, None, None, *found)
+
+
+def _nothing_into_main_grad(
+    ctx: Any, part: torch.Tensor, *, is_delayed: bool
+) -> torch.Tensor | None:
+    buffer = main_grad.main_grad_of(part, ctx.name)
+    # `backward_dw` overwrites by the attribute itself.
+    if ctx.overwrite or (not is_delayed and getattr(part, "overwrite_main_grad", False)):
+        buffer.zero_()
+    return main_grad.after_main_grad(part)
+
+
+def joined_on_nothing(
+    parts: Sequence[torch.Tensor], name: str, *, fuse: bool, overwrite: bool
+) -> torch.Tensor:
+    """Return a parameter in parts as one tensor for a program on zero rows, which reads no values.
+
+    Parameters
+    ----------
+    parts : sequence of torch.Tensor
+        The parts; a parameter that is not in parts is its only one.
+    name : str
+        Name of the layer or operation, for messages.
+    fuse : bool
+        Whether the gradients of parts go into their ``main_grad``.
+    overwrite : bool
+        Whether they overwrite it.
+    """
+    if len(parts) == 1 and not fuse:  # the program itself knows where its gradient goes
+        return parts[0]
+    whole: torch.Tensor = _JoinedOnNothing.apply(name, fuse, overwrite, *parts)
+    return whole
 
 
 def apply_on_nothing(

@@ -92,11 +92,27 @@ def _share_memory(values: Sequence[native.QuantizedValue], name: str) -> None:
         setattr(value, name, own)
 
 
+def _only_expert_of(stack: Any) -> Any:
+    """Return the value of a stack of one expert, whose scales are those of a matrix."""
+    value, (_, rows, cols) = stack._value, stack.shape
+    part = native.QuantizedValue(
+        value.block,
+        value.fp8,
+        None if value.row is None else value.row.view(rows, cols),
+        value.row_scale,
+        value.col.view(cols, rows) if value.col_is_valid else None,
+        value.col_scale if value.col_is_valid and value.block else None,
+    )
+    return stack._of_value(part, (rows, cols), stack.dtype, None)
+
+
 def experts_of(stack: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return the values of a stack, in its memory; an FP8 stack has quantised values."""
     if not isinstance(stack, Float8TensorBase):
         return stack.detach().unbind(0)
     value, valid = stack._value, stack._value.col_is_valid
+    if value.groups == 1:
+        return (_only_expert_of(stack),)
     made = []
     for number in range(stack.shape[0]):
 

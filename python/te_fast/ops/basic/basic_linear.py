@@ -189,7 +189,7 @@ class BasicLinear(WeightedOperation):
         x, wanted = self._cast(ctx, input_), ctx.requires_grad
         weight_wanted = wanted and self.weight.requires_grad
         y, _extra, kept, saved = native.program_run_forward(
-            self._program(), self, x, (), None, wanted, (), weight_wanted
+            self._program(), self, x, (), ctx.is_first_microbatch, wanted, (), weight_wanted
         )
         ctx.kept = kept  # type: ignore[attr-defined]
         ctx.save_for_backward(*saved)
@@ -222,9 +222,8 @@ class BasicLinear(WeightedOperation):
         dw: Any = native.weight_gradient(x, grad_output)
         if not self._accumulate_into_main_grad:
             return dx, (dw.to(self.weight.dtype),)
-        return dx, (
-            main_grad.give(self.weight, dw, type(self).__name__, fuse=True, overwrite=False),
-        )
+        name, overwrite = type(self).__name__, ctx.is_first_microbatch is True
+        return dx, (main_grad.give(self.weight, dw, name, fuse=True, overwrite=overwrite),)
 
     def _quantizer_of_rows(self, recipe: Recipe, role: Role, group: Any) -> Any:
         """Return the quantizer for gathered rows of the input or of the result's gradient; None to gather values."""
@@ -247,7 +246,13 @@ class BasicLinear(WeightedOperation):
         segment = self._segment()
         segment.check(x, wanted=wanted, needs_x=wanted)
         y, _, run, _ = segment.forward(
-            self, x, (), None, needs, (self.weight,), quantizer=self._quantizer_of_rows
+            self,
+            x,
+            (),
+            ctx.is_first_microbatch,
+            needs,
+            (self.weight,),
+            quantizer=self._quantizer_of_rows,
         )
         ctx.save_for_backward(*run.saved)
         ctx.kept, run.saved = run, []  # type: ignore[attr-defined]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from te_fast.errors import ArgumentError
+from te_fast.ops.common import refuse_type
 from te_fast.ops.op import ALONE, BasicOperation, Beside, OperationContext
 from te_fast.runtime.arguments import check_numbers
 
@@ -56,12 +57,18 @@ class Dropout(BasicOperation):
     def _drop(self, input_: torch.Tensor) -> torch.Tensor:
         if not self.training or self.dropout_probability == 0.0:
             return input_
+        self._check_type(input_)
         return torch.native_dropout(input_, self.dropout_probability, True)[0]
+
+    def _check_type(self, x: torch.Tensor) -> None:
+        if not (x.is_floating_point() or x.is_complex()):
+            refuse_type(type(self).__name__, x, "floating or complex")
 
     def op_forward(self, ctx: OperationContext, input_: torch.Tensor, **_: Any) -> torch.Tensor:
         """Draw the mask, one byte per entry, and keep it."""
         if not self.training or self.dropout_probability == 0.0:
             return input_
+        self._check_type(input_)
         y, mask = torch.native_dropout(input_, self.dropout_probability, True)
         if ctx.requires_grad:
             ctx.save_for_backward(mask)

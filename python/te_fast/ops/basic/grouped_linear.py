@@ -18,6 +18,7 @@ from te_fast.errors import (
 )
 from te_fast.ops.basic.native import ExtraTensorOperation
 from te_fast.ops.basic.weighted import WeightedOperation
+from te_fast.ops.chain import joined_on_nothing
 from te_fast.ops.common import NATIVE_TYPES, autocast_dtype, parameter_options, to_real
 from te_fast.ops.expert_loop import ExpertLoop, Experts, is_needed, read_counts
 from te_fast.ops.op import ALONE, Beside, OperationContext, PerOp
@@ -294,6 +295,11 @@ class GroupedLinear(ExtraTensorOperation, WeightedOperation):
         lists = [self._weight_names, self._bias_names]
         return [tuple([getattr(self, name) for name in names]) for names in lists if names]
 
+    def _fused_parts(self) -> list[torch.Tensor]:
+        if not self._accumulate_into_main_grad or self.single_grouped_weight:
+            return []
+        return [getattr(self, name) for name in self._weight_names]
+
     def _result_type(
         self,
         dtype: torch.dtype,
@@ -364,7 +370,8 @@ class GroupedLinear(ExtraTensorOperation, WeightedOperation):
         return result
 
     def _is_in_parts(self) -> bool:
-        return len(self._weight_names) > 1 or len(self._bias_names) > 1
+        # One expert, too, may have a parameter that is no stack.
+        return not self.single_grouped_weight or (self.use_bias and not self.single_grouped_bias)
 
     def fuser_forward(
         self,
@@ -384,7 +391,7 @@ class GroupedLinear(ExtraTensorOperation, WeightedOperation):
             x = input_.detach().to(self._result_type(input_.dtype, (), autocast_dtype(input_)))
             x.requires_grad_(wanted)
             scales = [factor.detach().requires_grad_(factor.requires_grad) for factor in factors]
-            y = self._products(x.reshape(-1, self.in_features), counts)
+            y = self._products(x.reshape(-1, self.in_features), counts, ctx.is_first_microbatch)
             if self.scale_bias:
                 y = y + self._biases_of_rows(y, counts) * scales[0].reshape(-1, 1).to(y.dtype)
             y = y.view(*x.shape[:-1], self.out_features)
@@ -424,17 +431,21 @@ class GroupedLinear(ExtraTensorOperation, WeightedOperation):
         dx = torch.zeros_like(x) if dx is None else dx
         return dx.to(dtype), [tuple(rest[len(scales) :])], [extras]
 
-    def _products(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    def _products(
+        self, x: torch.Tensor, counts: torch.Tensor, is_first_microbatch: bool | None
+    ) -> torch.Tensor:
         """Return the products of all experts, with the biases that have no factors."""
         if self._is_looped(x):
             loop: ExpertLoop | None = self.__dict__.get("_loop")
             if loop is None:
                 loop = self.__dict__["_loop"] = ExpertLoop(self._experts())
-            return loop.apply(x, read_counts(counts, x.shape[0], type(self).__name__), None)
+            listed = read_counts(counts, x.shape[0], type(self).__name__)
+            return loop.apply(x, listed, is_first_microbatch)
         program, params = self._program(), None
         if x.numel() == 0 and program.has_parts:  # without launches, torch joins the parts
-            params = tuple([torch.cat(list(parts)) for parts in program.parameter_parts()])
-        y: torch.Tensor = native.program_apply(program, self, x, (counts,), None, params, None)
+            params = joined_on_nothing(program, [self], type(self).__name__, is_first_microbatch)
+        arguments = (program, self, x, (counts,), is_first_microbatch, params, None)
+        y: torch.Tensor = native.program_apply(*arguments)
         return y
 
     def _biases_of_rows(self, y: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from te_fast.ops.common import refuse_type
 from te_fast.ops.op import BasicOperation, OperationContext
 from te_fast.runtime.arguments import check_numbers
 
@@ -48,6 +49,8 @@ class L2Normalization(BasicOperation):
 
     def op_forward(self, ctx: OperationContext, input_: torch.Tensor, **_: Any) -> torch.Tensor:
         """Normalise in FP32 and round once; keep the input."""
+        if not input_.is_floating_point():
+            refuse_type(type(self).__name__, input_, "floating")
         if ctx.requires_grad:
             ctx.save_for_backward(input_)
         return self._formula(input_.float()).to(input_.dtype)
