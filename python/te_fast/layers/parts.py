@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,12 +33,8 @@ class _Concatenate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        if ctx.versions is not None and ctx.versions != [part._version for part in ctx.parts]:
-            message = (
-                f"{ctx.layer.name}: a part of the weight was modified by an inplace operation between forward and "
-                "backward; modify it after backward"
-            )
-            raise StateError(message)
+        if ctx.versions is not None:
+            _check_versions(ctx.layer, ctx.parts, ctx.versions)
         if grad is None:  # backward_dw computes and adds the gradient later
             if not ctx.layer.fuse_wgrad_accumulation:
                 return (None,) * (3 + len(ctx.parts))
@@ -91,6 +88,32 @@ def concatenate(
     counts = adjacent and not any(part.is_inference() for part in parts)
     version = sum(part._version for part in parts) if counts else native.version_of_copy()
     return whole, version
+
+
+def _check_versions(layer: PartedLayer, parts: Sequence[torch.Tensor], versions: list[int]) -> None:
+    """Raise if a part has changed since it had these versions."""
+    if versions != [part._version for part in parts]:
+        message = (
+            f"{layer.name}: a part of the weight was modified by an inplace operation between forward and "
+            "backward; modify it after backward"
+        )
+        raise StateError(message)
+
+
+def watch(layer: PartedLayer, weight: torch.Tensor, out: torch.Tensor) -> None:
+    """Let the backward of a result of torch's product raise if a part of `weight` has changed since.
+
+    torch compares the version of the whole weight, which has the parts' memory and not their versions.
+    """
+    if (
+        out.grad_fn is None or torch._C._are_functorch_transforms_active()
+    ):  # concatenate() copies there
+        return
+    parts = [getattr(layer, name) for name in layer.weight_names]
+    if weight.data_ptr() != parts[0].data_ptr():  # a copy stays as it is
+        return
+    versions = [part._version for part in parts]
+    out.grad_fn.register_prehook(lambda _: _check_versions(layer, parts, versions))
 
 
 class PartedLayer(ProgramLayer):
