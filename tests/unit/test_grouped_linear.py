@@ -126,6 +126,16 @@ def test_without_gradients(recipe):
     assert not again.requires_grad
 
 
+def test_an_evaluation_before_a_step_with_the_same_counts():
+    """The layer keeps counts; tensors of inference mode cannot be kept for backward."""
+    layer = make(2)
+    x, grad = inputs(layer, [16, 16])
+    with torch.inference_mode():
+        layer(x, [16, 16])
+    layer(x, [16, 16]).backward(grad)
+    assert x.grad.isfinite().all()
+
+
 def test_gradients_are_views_of_one_memory():
     layer = make()
     x, grad = inputs(layer)
