@@ -1,7 +1,9 @@
 """A Linear whose parameters are split."""
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -58,6 +60,17 @@ def test_a_part_that_changes_between_forward_and_backward(fp8, copied, later, tr
         layer.b_weight.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.backward(grad)
+
+
+@pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "high precision"])
+def test_a_layer_that_keeps_its_result_is_freed(fp8):
+    layer = make(parameters_split=("a", "b"))
+    with te.autocast(enabled=fp8, recipe=Float8CurrentScaling()):
+        layer.kept = [layer(inputs(32, layer)[0])]
+    alive = weakref.ref(layer)
+    del layer
+    gc.collect()
+    assert alive() is None
 
 
 @pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "high precision"])

@@ -23,7 +23,9 @@ class _Concatenate(torch.autograd.Function):
     def forward(
         ctx: Any, layer: PartedLayer, adjacent: bool, overwrite: bool, *parts: torch.Tensor
     ) -> torch.Tensor:
-        ctx.layer, ctx.parts, ctx.overwrite = layer, parts, overwrite
+        # A reference to the layer would keep a layer alive that keeps its result.
+        ctx.name, ctx.fuses = layer.name, layer.fuse_wgrad_accumulation
+        ctx.parts, ctx.overwrite = parts, overwrite
         ctx.set_materialize_grads(False)
         ctx.versions = None
         if is_quantized(parts[0]):
@@ -34,22 +36,22 @@ class _Concatenate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if ctx.versions is not None:
-            _check_versions(ctx.layer, ctx.parts, ctx.versions)
+            _check_versions(ctx.name, ctx.parts, ctx.versions)
         if grad is None:  # backward_dw computes and adds the gradient later
-            if not ctx.layer.fuse_wgrad_accumulation:
+            if not ctx.fuses:
                 return (None,) * (3 + len(ctx.parts))
             trained = zip(ctx.parts, ctx.needs_input_grad[3:], strict=True)
             takes = [part if needed else None for part, needed in trained]
             for part in takes if ctx.overwrite else ():
                 if part is not None:
-                    main_grad.main_grad_of(part, ctx.layer.name).zero_()
+                    main_grad.main_grad_of(part, ctx.name).zero_()
             after = main_grad.after_main_grad
             return (None, None, None, *(None if part is None else after(part) for part in takes))
         parts = grad.split([part.shape[0] for part in ctx.parts])
-        if not ctx.layer.fuse_wgrad_accumulation:
+        if not ctx.fuses:
             return (None, None, None, *parts)
         given = [
-            main_grad.give(parameter, part, ctx.layer.name, fuse=True, overwrite=ctx.overwrite)
+            main_grad.give(parameter, part, ctx.name, fuse=True, overwrite=ctx.overwrite)
             if needed
             else None
             for parameter, part, needed in zip(
@@ -90,12 +92,12 @@ def concatenate(
     return whole, version
 
 
-def _check_versions(layer: PartedLayer, parts: Sequence[torch.Tensor], versions: list[int]) -> None:
-    """Raise if a part has changed since it had these versions."""
+def _check_versions(layer: str, parts: Sequence[torch.Tensor], versions: list[int]) -> None:
+    """Raise if a part has changed since it had these versions; messages have the layer's name."""
     if versions != [part._version for part in parts]:
         message = (
-            f"{layer.name}: a part of the weight was modified by an inplace operation between forward and "
-            "backward; modify it after backward"
+            f"{layer}: a part of the weight was modified by an inplace operation between forward and backward; modify "
+            "it after backward"
         )
         raise StateError(message)
 
@@ -109,11 +111,12 @@ def watch(layer: PartedLayer, weight: torch.Tensor, out: torch.Tensor) -> None:
         out.grad_fn is None or torch._C._are_functorch_transforms_active()
     ):  # concatenate() copies there
         return
-    parts = [getattr(layer, name) for name in layer.weight_names]
+    # The hook must not refer to the layer: Python finds no cycles through hooks of torch's own nodes.
+    name, parts = layer.name, [getattr(layer, name) for name in layer.weight_names]
     if weight.data_ptr() != parts[0].data_ptr():  # a copy stays as it is
         return
     versions = [part._version for part in parts]
-    out.grad_fn.register_prehook(lambda _: _check_versions(layer, parts, versions))
+    out.grad_fn.register_prehook(lambda _: _check_versions(name, parts, versions))
 
 
 class PartedLayer(ProgramLayer):
