@@ -251,6 +251,13 @@ class DotProductAttention(TransformerEngineBaseModule):
         else:
             self.register_buffer("softmax_offset", zeros, persistent=False)
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Fill an offset that is always zero again: ``to_empty()`` gives new memory, and checkpoints do not have it."""
+        result = super()._apply(fn, recurse)
+        if self.softmax_type == "off-by-one":
+            self.softmax_offset = torch.zeros_like(self.softmax_offset)  # type: ignore[arg-type]
+        return result
+
     def reset_parameters(self, defer_init: bool = False) -> None:
         """Set the learnable offset to zero, after making it real if it is on the meta device.
 
