@@ -266,6 +266,19 @@ def test_the_users_choice_of_a_kernel():
     assert torch.allclose(y, layer(x), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("field", ["fp8_dpa", "fp8_mha"])
+def test_a_recipe_that_then_asks_for_attention_in_fp8(field):
+    layer, x, recipe = make(), tokens(), RECIPES["current"]()
+    with te.autocast(recipe=recipe):
+        assert is_one_node(layer(x))
+    setattr(recipe, field, True)
+    with (
+        te.autocast(recipe=recipe),
+        pytest.raises(UnsupportedError, match=f"attention in FP8 \\({field}=True"),
+    ):
+        layer(x)
+
+
 def test_other_inputs():
     layer = make()
     reference = copy.deepcopy(layer)

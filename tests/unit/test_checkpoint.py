@@ -296,6 +296,22 @@ def test_a_bias_that_is_returned_stays_a_parameter(recipe, reentrant, make):
         assert all(map(torch.equal, one, other))
 
 
+@REENTRANT
+@pytest.mark.parametrize("bias", ["none", "frozen"])
+@pytest.mark.parametrize("make", [te.Linear, te.LayerNormMLP])
+def test_a_returned_bias_that_does_not_train_stays_a_leaf(make, bias, reentrant):
+    layer = make(64, 64, return_bias=True, bias=bias == "frozen", **OPTIONS)
+    name = "fc2_bias" if make is te.LayerNormMLP else "bias"
+    getattr(layer, name).requires_grad_(False)
+    x = torch.ones(32, 64).bfloat16().requires_grad_()
+    for _ in range(2):
+        y, _ = te.checkpoint(layer, x, use_reentrant=reentrant)
+        kept = getattr(layer, name)
+        assert kept.is_leaf
+        assert not kept.requires_grad
+        y.sum().backward()
+
+
 @pytest.mark.parametrize(
     ("recipe", "reentrant"), sampled(RECIPES, [True, False]), indirect=["recipe"]
 )

@@ -126,6 +126,16 @@ def test_without_gradients(recipe):
     assert not again.requires_grad
 
 
+def test_an_evaluation_before_a_step_with_the_same_counts():
+    """The layer keeps counts; tensors of inference mode cannot be kept for backward."""
+    layer = make(2)
+    x, grad = inputs(layer, [16, 16])
+    with torch.inference_mode():
+        layer(x, [16, 16])
+    layer(x, [16, 16]).backward(grad)
+    assert x.grad.isfinite().all()
+
+
 def test_gradients_are_views_of_one_memory():
     layer = make()
     x, grad = inputs(layer)
@@ -643,3 +653,14 @@ def test_the_gpu_of_a_former_call_does_not_travel():
     layer.__dict__["_one_launch_on"] = 0
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert other.__dict__["_one_launch_on"] is None
+
+
+def test_counts_do_not_travel(tmp_path):
+    """torch.load puts all tensors of a file where it is told to."""
+    layer = make(2)
+    x, _ = inputs(layer, [16, 16])
+    y = layer(x, [16, 16])
+    torch.save(layer, tmp_path / "layer.pt")
+    other = torch.load(tmp_path / "layer.pt", map_location="meta", weights_only=False)
+    other.to_empty(device="cpu").load_state_dict(layer.state_dict())
+    assert torch.equal(other(x, [16, 16]), y)

@@ -1,7 +1,9 @@
 """A Linear whose parameters are split."""
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -40,6 +42,35 @@ def test_parameters_split(split, fp8):
         with torch.no_grad():  # a part that changes is quantised anew
             getattr(layer, f"{names[0]}_weight").add_(0.25)
             plain.weight[: getattr(layer, f"{names[0]}_weight").shape[0]].add_(0.25)
+
+
+@pytest.mark.parametrize("trained", ["all", "one"])
+@pytest.mark.parametrize("later", [False, True], ids=["at once", "later"])
+@pytest.mark.parametrize("copied", [False, True], ids=["made", "copied"])
+@pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "high precision"])
+def test_a_part_that_changes_between_forward_and_backward(fp8, copied, later, trained):
+    layer = make(parameters_split=("a", "b"), delay_wgrad_compute=later)
+    if copied:  # parts of a copy have versions of their own
+        layer = copy.deepcopy(layer)
+    layer.b_weight.requires_grad_(trained == "all")
+    x, grad = inputs(32, layer)
+    with te.autocast(enabled=fp8, recipe=Float8CurrentScaling()):
+        y = layer(x)
+    with torch.no_grad():
+        layer.b_weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward(grad)
+
+
+@pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "high precision"])
+def test_a_layer_that_keeps_its_result_is_freed(fp8):
+    layer = make(parameters_split=("a", "b"))
+    with te.autocast(enabled=fp8, recipe=Float8CurrentScaling()):
+        layer.kept = [layer(inputs(32, layer)[0])]
+    alive = weakref.ref(layer)
+    del layer
+    gc.collect()
+    assert alive() is None
 
 
 @pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "high precision"])

@@ -589,6 +589,21 @@ def test_inputs_that_are_no_tensors(wrong):
         layer(torch.randn(S, B, HIDDEN))
 
 
+def test_off_by_one_of_a_layer_that_a_checkpoint_fills():
+    """The offset is no parameter, so that nothing but the layer gives it a value in new memory."""
+    layer = make(softmax_type="off-by-one").eval()
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills new memory with NaN
+    try:
+        other = copy.deepcopy(layer).to("meta").to_empty(device="cpu")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    other.load_state_dict(layer.state_dict())
+    offset = other.self_attention.core_attention.softmax_offset
+    assert torch.equal(offset, torch.zeros_like(offset))
+    x = torch.randn(S, B, HIDDEN)
+    assert torch.equal(other(x), layer(x))
+
+
 def test_inputs_without_memory():
     x = torch.randn(S, B, HIDDEN, device="meta")
     with pytest.raises(DeviceError, match="must be on cpu"):

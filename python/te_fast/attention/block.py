@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from te_fast.attention.dot_product import DotProductAttention
+from te_fast.attention.dot_product import DotProductAttention, recipe_for_fp8
 from te_fast.attention.kernels import Kernel, kernel_for, switches
 from te_fast.attention.multi_head import MultiheadAttention
 from te_fast.attention.rope import Waves, are_native
@@ -231,5 +231,6 @@ def _key_of(hidden: torch.Tensor) -> tuple[Any, ...]:
     enabled, *_, epoch = native.autocast_region()
     return (
         *(hidden.shape, hidden.dtype, hidden.device, hidden.layout, torch.is_grad_enabled()),
-        *(enabled, epoch if enabled else None, may_fuse(), *switches()),
+        *(enabled, epoch if enabled else None, enabled and recipe_for_fp8()[1], may_fuse()),
+        *switches(),
     )

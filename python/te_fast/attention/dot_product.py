@@ -55,6 +55,18 @@ from te_fast.state import extra_state
 Mask = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
 
 
+def recipe_for_fp8() -> tuple[Any, str | None]:
+    """Return the recipe in force, and the field by which it asks for attention in FP8, if it does.
+
+    Regions whose recipes differ in such a field alone have one epoch, since linear layers compute alike in them.
+    """
+    region = entered.region
+    recipe = native.autocast_objects()[0] if region is None else region.recipe
+    if getattr(recipe, "fp8_dpa", False):
+        return recipe, "fp8_dpa"
+    return recipe, "fp8_mha" if getattr(recipe, "fp8_mha", False) else None
+
+
 class DotProductAttention(TransformerEngineBaseModule):
     """Attend: ``softmax(Q Kᵀ · scale + bias) V`` (https://arxiv.org/abs/1706.03762), by torch's kernels.
 
@@ -239,6 +251,13 @@ class DotProductAttention(TransformerEngineBaseModule):
         else:
             self.register_buffer("softmax_offset", zeros, persistent=False)
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Fill an offset that is always zero again: ``to_empty()`` gives new memory, and checkpoints do not have it."""
+        result = super()._apply(fn, recurse)
+        if self.softmax_type == "off-by-one":
+            self.softmax_offset = torch.zeros_like(self.softmax_offset)  # type: ignore[arg-type]
+        return result
+
     def reset_parameters(self, defer_init: bool = False) -> None:
         """Set the learnable offset to zero, after making it real if it is on the meta device.
 
@@ -343,26 +362,18 @@ class DotProductAttention(TransformerEngineBaseModule):
 
     def _check_region(self) -> None:
         """Raise in a region whose recipe asks for attention in FP8."""
-        if is_in_graph():
-            if key_of_region()[0]:
-                self._refuse_fp8()
-            return
-        enabled, *_, epoch = native.autocast_region()
-        if enabled and self.__dict__.get("_checked_epoch") != epoch:
+        if key_of_region()[0] if is_in_graph() else native.autocast_region()[0]:
             self._refuse_fp8()
-            self.__dict__["_checked_epoch"] = epoch
 
     def _refuse_fp8(self) -> None:
         """Raise if the recipe in force asks for attention in FP8; runs once in a trace, on the real module."""
-        region = entered.region
-        recipe = native.autocast_objects()[0] if region is None else region.recipe
-        for field in ("fp8_dpa", "fp8_mha"):
-            if recipe is not None and getattr(recipe, field, False):
-                message = (
-                    f"{self.name}: attention in FP8 ({field}=True of {type(recipe).__name__}) is not supported yet; "
-                    "leave it at False, and attention computes in high precision"
-                )
-                raise UnsupportedError(message)
+        recipe, field = recipe_for_fp8()
+        if field is not None:
+            message = (
+                f"{self.name}: attention in FP8 ({field}=True of {type(recipe).__name__}) is not supported yet; "
+                "leave it at False, and attention computes in high precision"
+            )
+            raise UnsupportedError(message)
 
     _refuse_fp8._dynamo_marked_constant = True  # type: ignore[attr-defined]
 

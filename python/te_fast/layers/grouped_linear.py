@@ -231,7 +231,6 @@ class GroupedLinear(PartedLayer):
         self.single_grouped_weight = bool(single_grouped_weight)
         self.single_grouped_bias = bool(single_grouped_bias and bias)
         self.use_grouped_tensor = use_grouped_tensor
-        self._splits_on_device: OrderedDict[Any, torch.Tensor] = OrderedDict()
         options = options_of(params_dtype, device, self.name)
         self._make_parameters(options)
         self._make_native()
@@ -274,9 +273,10 @@ class GroupedLinear(PartedLayer):
 
     def _make_native(self) -> None:
         super()._make_native()
-        self.__dict__["_loop"] = self.__dict__["_looped_region"] = None
-        # The GPU on which one launch serves all experts, as the last call of `forward` found in this process.
-        self.__dict__["_one_launch_on"] = None
+        # The last one is the GPU on which one launch serves all experts, as the last call of `forward` found.
+        self.__dict__.update(_loop=None, _looped_region=None, _one_launch_on=None)
+        # In no pickle: torch.load may put counts elsewhere than their keys say.
+        self._splits_on_device: OrderedDict[Any, torch.Tensor] = OrderedDict()
         self._handles["weight"].save_original_input = self.__dict__.get(
             "_save_original_input", False
         )
@@ -331,7 +331,7 @@ class GroupedLinear(PartedLayer):
 
     # Experts one by one ---------------------------------------------------------------------------
 
-    _NATIVE = (*PartedLayer._NATIVE, "_loop", "_looped_region")
+    _NATIVE = (*PartedLayer._NATIVE, "_loop", "_looped_region", "_splits_on_device")
 
     def _weight_handles(self) -> dict[str, Any]:
         loop: ExpertLoop | None = self.__dict__.get("_loop")
@@ -552,13 +552,13 @@ class GroupedLinear(PartedLayer):
         """Return counts of the host on the input's device, kept from an earlier call or made now."""
         self._check_counts(counts, inp)
         kept, key = self._splits_on_device, (counts, inp.device)
-        if key in kept:
-            kept.move_to_end(key)
-            return kept[key]
-        made = kept[key] = torch.tensor(counts, dtype=torch.int64, device=inp.device)
-        if len(kept) > _KEPT_SPLITS:
-            kept.popitem(last=False)
-        return made
+        if key not in kept:
+            with torch.inference_mode(mode=False):  # later calls may keep it for their backward
+                kept[key] = torch.tensor(counts, dtype=torch.int64, device=inp.device)
+            if len(kept) > _KEPT_SPLITS:
+                kept.popitem(last=False)
+        kept.move_to_end(key)
+        return kept[key]
 
     # Forward -------------------------------------------------------------------------------------
 

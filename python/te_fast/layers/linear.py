@@ -9,6 +9,7 @@ import torch
 
 from te_fast.errors import ShapeError
 from te_fast.layers.parameters import check_sizes, options_of, refuse_userbuffers
+from te_fast.layers.parts import watch
 from te_fast.layers.split import SplitLinear
 from te_fast.runtime import high_precision
 from te_fast.runtime.arguments import check_flags, check_functions
@@ -228,7 +229,7 @@ class Linear(SplitLinear):
         handle = self._handles["weight"]
         if self.fuse_wgrad_accumulation or self.delay_wgrad_compute:
             inp = inp.to(self.activation_dtype)
-        return high_precision.linear(
+        out = high_precision.linear(
             inp,
             weight,
             bias,
@@ -236,6 +237,9 @@ class Linear(SplitLinear):
             parameter=parameter if self._parts is None else None,
             overwrite=is_first_microbatch is True,
         )
+        if self._parts is not None and inp.requires_grad:
+            watch(self, weight, out)
+        return out
 
     def extra_repr(self) -> str:
         """Sizes and bias, as ``torch.nn.Linear`` shows them, then type, recipe and parallel arguments."""

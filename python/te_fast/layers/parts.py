@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,7 +23,9 @@ class _Concatenate(torch.autograd.Function):
     def forward(
         ctx: Any, layer: PartedLayer, adjacent: bool, overwrite: bool, *parts: torch.Tensor
     ) -> torch.Tensor:
-        ctx.layer, ctx.parts, ctx.overwrite = layer, parts, overwrite
+        # A reference to the layer would keep a layer alive that keeps its result.
+        ctx.name, ctx.fuses = layer.name, layer.fuse_wgrad_accumulation
+        ctx.parts, ctx.overwrite = parts, overwrite
         ctx.set_materialize_grads(False)
         ctx.versions = None
         if is_quantized(parts[0]):
@@ -32,27 +35,23 @@ class _Concatenate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        if ctx.versions is not None and ctx.versions != [part._version for part in ctx.parts]:
-            message = (
-                f"{ctx.layer.name}: a part of the weight was modified by an inplace operation between forward and "
-                "backward; modify it after backward"
-            )
-            raise StateError(message)
+        if ctx.versions is not None:
+            _check_versions(ctx.name, ctx.parts, ctx.versions)
         if grad is None:  # backward_dw computes and adds the gradient later
-            if not ctx.layer.fuse_wgrad_accumulation:
+            if not ctx.fuses:
                 return (None,) * (3 + len(ctx.parts))
             trained = zip(ctx.parts, ctx.needs_input_grad[3:], strict=True)
             takes = [part if needed else None for part, needed in trained]
             for part in takes if ctx.overwrite else ():
                 if part is not None:
-                    main_grad.main_grad_of(part, ctx.layer.name).zero_()
+                    main_grad.main_grad_of(part, ctx.name).zero_()
             after = main_grad.after_main_grad
             return (None, None, None, *(None if part is None else after(part) for part in takes))
         parts = grad.split([part.shape[0] for part in ctx.parts])
-        if not ctx.layer.fuse_wgrad_accumulation:
+        if not ctx.fuses:
             return (None, None, None, *parts)
         given = [
-            main_grad.give(parameter, part, ctx.layer.name, fuse=True, overwrite=ctx.overwrite)
+            main_grad.give(parameter, part, ctx.name, fuse=True, overwrite=ctx.overwrite)
             if needed
             else None
             for parameter, part, needed in zip(
@@ -91,6 +90,33 @@ def concatenate(
     counts = adjacent and not any(part.is_inference() for part in parts)
     version = sum(part._version for part in parts) if counts else native.version_of_copy()
     return whole, version
+
+
+def _check_versions(layer: str, parts: Sequence[torch.Tensor], versions: list[int]) -> None:
+    """Raise if a part has changed since it had these versions; messages have the layer's name."""
+    if versions != [part._version for part in parts]:
+        message = (
+            f"{layer}: a part of the weight was modified by an inplace operation between forward and backward; modify "
+            "it after backward"
+        )
+        raise StateError(message)
+
+
+def watch(layer: PartedLayer, weight: torch.Tensor, out: torch.Tensor) -> None:
+    """Let the backward of a result of torch's product raise if a part of `weight` has changed since.
+
+    torch compares the version of the whole weight, which has the parts' memory and not their versions.
+    """
+    if (
+        out.grad_fn is None or torch._C._are_functorch_transforms_active()
+    ):  # concatenate() copies there
+        return
+    # The hook must not refer to the layer: Python finds no cycles through hooks of torch's own nodes.
+    name, parts = layer.name, [getattr(layer, name) for name in layer.weight_names]
+    if weight.data_ptr() != parts[0].data_ptr():  # a copy stays as it is
+        return
+    versions = [part._version for part in parts]
+    out.grad_fn.register_prehook(lambda _: _check_versions(name, parts, versions))
 
 
 class PartedLayer(ProgramLayer):
