@@ -629,6 +629,19 @@ def test_compiled_layers_take_lists_of_other_counts():
         assert torch.equal(compiled(x, splits), layer(x, splits))
 
 
+@pytest.mark.parametrize("name", ["current", "block"])
+def test_one_quantized_expert_has_a_backward_in_high_precision(name):
+    kind = type(RECIPES[name]())
+    with te.quantized_model_init(recipe=kind()):
+        layer = te.GroupedLinear(1, 128, 256, bias=False, device="cpu")
+    x = torch.randn(16, 128, requires_grad=True)
+    with te.autocast(recipe=kind(backward_override="high_precision")):
+        y = layer(x, [16])
+    y.sum().backward()
+    wanted = layer.weight0.dequantize().sum(0).expand_as(x)
+    close(x.grad, wanted.double(), torch.float32)
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [

@@ -707,3 +707,36 @@ def test_the_hook_has_transformer_engines_keyword():
     op(torch.ones(4, 16), torch.tensor([2, 2])).sum().backward()
     op.backward_dw()
     assert fired == [1]
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_experts_hand_nothing_over_to_a_linear_behind_them(training):
+    """Their products store high precision, also where a dense product would store FP8."""
+    torch.manual_seed(0)
+    chain = ops.Sequential(
+        ops.GroupedLinear(2, 64, 128, device="cpu"), ops.Linear(128, 64, device="cpu")
+    )
+    chain[1].requires_grad_(False)
+    x, splits = torch.randn(32, 64, requires_grad=training), counts([16, 16])
+    wanted = chain(x, splits)
+    with torch.set_grad_enabled(training), te.autocast(recipe=te_fast.recipe.DelayedScaling()):
+        y = [chain(x, splits) for _ in range(2)][-1]
+    close_in_fp8(y, wanted)
+    if training:
+        y.sum().backward()
+        assert x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_bias_operation_behind_experts_has_its_gradient(name):
+    chain = ops.Sequential(
+        ops.GroupedLinear(2, 64, 128, bias=False, device="cpu"), ops.Bias(128, device="cpu")
+    )
+    with te.autocast(recipe=RECIPES[name]()):
+        y = chain(torch.randn(16, 64), counts([10, 6]))
+    y.sum().backward()
+    assert torch.equal(chain[1].bias.grad, torch.full((128,), 16.0))
+
+
+def close_in_fp8(got, wanted):
+    assert ((got - wanted).norm() / wanted.norm()).item() < 0.1

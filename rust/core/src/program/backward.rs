@@ -137,7 +137,7 @@ impl Compiler<'_> {
         }
         // The linear op's plans include a bias right behind it, but not a bias behind an identity.
         let by_cast = grad.quantized.is_none() && index > 0;
-        if by_cast && matches!(self.facts.chain.links()[index - 1].op, Op::Linear { .. }) {
+        if by_cast && matches!(self.facts.chain.links()[index - 1].op, Op::Linear { groups: None, .. }) {
             let linear = &self.facts.linears[link.linear - 1];
             if linear.dy().is_some() {
                 self.bias_grad = out; // the quantisation of the gradient sums it

@@ -112,7 +112,8 @@ impl<'a> Compiler<'a> {
         let facts = self.facts;
         let (Some(kind), Some(recipe)) = (facts.grad_input_kind(), facts.recipe.as_ref()) else { return Ok(None) };
         let is_first = facts.chain.links()[..index].iter().all(|link| link.op == Op::Identity);
-        if !(self.stores_fp8 && is_first && recipe.is_delayed()) {
+        let is_dense = facts.linears[linear].groups.is_none(); // products of experts store high precision
+        if !(self.stores_fp8 && is_dense && is_first && recipe.is_delayed()) {
             return Ok(None);
         }
         let product = Product::InputGrad { accumulate: false, into: Some(kind.dtype) };

@@ -43,8 +43,10 @@ impl Compiler<'_> {
         };
         let w = self.weight_operand(index, link);
         let bias = if tail.bias { self.bias(index + 1) } else { At::NONE };
-        let handed_over = if d.is_none() { self.hand_over(index, next, tail)? } else { None };
-        let output = if d.is_none() && handed_over.is_none() { self.store_output(index, next, tail)? } else { None };
+        // Products of experts store high precision.
+        let may_store = d.is_none() && facts.linears[linear].groups.is_none();
+        let handed_over = if may_store { self.hand_over(index, next, tail)? } else { None };
+        let output = if may_store && handed_over.is_none() { self.store_output(index, next, tail)? } else { None };
         let stored = handed_over.or(output);
         let (result, text) = match (stored, d) {
             (Some((layouts, _)), _) => (layouts.row, text.fp8),

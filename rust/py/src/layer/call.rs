@@ -257,7 +257,8 @@ fn lacks_rows(state: &State, tensors: &Tensors<'_>, py: Python<'_>) -> PyResult<
 }
 
 /// torch's own linear function; none if the layer must report a mismatch, for a strided input, whose gradients torch
-/// rounds differently, and for parts that need gradients. Saved-tensor hooks end a recomputation by another exception.
+/// rounds differently, and for parts under gradients, of which torch would not see changes before backward. Saved-tensor
+/// hooks end a recomputation by another exception.
 fn torch_linear<'py>(
     state: &State,
     input: &Bound<'py, PyAny>,
@@ -265,8 +266,9 @@ fn torch_linear<'py>(
     joined: Option<&Bound<'py, Joined>>,
 ) -> PyResult<Option<Bound<'py, PyAny>>> {
     let py = input.py();
-    if joined.is_some_and(|joined| joined.get().is_trained())
+    if let Some(joined) = joined
         && state.torch.is_grad_enabled.bind(py).call0()?.is(PyBool::new(py, true))
+        && (joined.get().is_trained() || input.getattr(intern!(py, "requires_grad"))?.is_truthy()?)
     {
         return Ok(None);
     }

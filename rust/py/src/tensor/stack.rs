@@ -22,6 +22,9 @@ pub(crate) fn stacked<'py>(
     if first.groups() != 1 || !parts.iter().all(|part| part.is_like(first)) {
         return Ok(None);
     }
+    if parts.len() == 1 {
+        return Ok(parts.into_iter().next());
+    }
     let mut layouts = [(None, None), (None, None)];
     for (columnwise, layout) in layouts.iter_mut().enumerate() {
         let columnwise = columnwise == 1;
