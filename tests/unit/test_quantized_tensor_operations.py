@@ -150,6 +150,21 @@ def test_a_write_shows_in_views(tensor, kind, x):
     assert torch.equal(view.dequantize(), values(y, kind).view(2, 16, 256))
 
 
+@pytest.mark.parametrize("kind", ["delayed", "current"])
+def test_a_write_of_a_view_whose_columns_differ_leaves_no_old_column_layout(kind, x):
+    tensor = quantizer(kind)(x)
+    view = tensor.view(-1)
+    view.mul_(0.5)
+    tensor.update_usage(columnwise_usage=True)
+    columns = tensor.detach()
+    columns.update_usage(rowwise_usage=False)
+    assert torch.equal(columns.dequantize(), tensor.dequantize())
+    view = tensor.view(64, 128)
+    view.update_usage(columnwise_usage=True)
+    tensor.quantize_(x.flip(0))
+    assert not view.get_usages()["columnwise"]
+
+
 def test_parts(tensor, kind, x):
     expected = values(x, kind)
     for part in (
