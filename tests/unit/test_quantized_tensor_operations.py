@@ -370,6 +370,21 @@ def test_in_place_operations_quantise_again(tensor, kind, x):
         version = tensor._version
 
 
+def test_loops_of_python_in_place(tensor, kind, x):
+    other = torch.randn(32, 256).bfloat16()
+    expected = values(x, kind)
+    for operation in (
+        lambda t: t.apply_(lambda value: value / 2),
+        lambda t: t.map_(other, lambda value, one: value + one),
+        lambda t: t.map2_(other, other, lambda value, one, two: value - one + 2 * two),
+    ):
+        assert operation(tensor) is tensor
+        expected = values(operation(expected), kind)
+        holds(tensor, expected, tensor)
+    tensor.map2_(tensor, tensor, lambda value, one, two: 1)
+    holds(tensor, torch.ones_like(x), tensor)
+
+
 def test_random_values_in_place(tensor, kind):
     torch.manual_seed(5)
     expected = torch.empty(32, 256, dtype=torch.bfloat16).normal_()
