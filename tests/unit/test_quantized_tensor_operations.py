@@ -433,8 +433,10 @@ def test_many_copies_of_any_type_in_any_order(kind, x):
     together, single = ([quantizer(kind)(x * 2) for _ in sources] for _ in range(2))
     torch._foreach_copy_(together, sources)
     for target, source in zip(single, sources, strict=True):
-        target.copy_(source.bfloat16())
-    for one, other in zip(together, single, strict=True):
+        target.copy_(source)
+    for one, source, other in zip(together, sources, single, strict=True):
+        expected = source.bfloat16().expand(32, 256)
+        holds(one, values(expected, kind), other)
         assert torch.equal(one.dequantize(), other.dequantize())
     plain, quantized = torch.full((32, 256), 2.0), quantizer(kind)(x)
     torch._foreach_copy_([quantized, plain], [plain, torch.full((32, 256), 7.0)])
