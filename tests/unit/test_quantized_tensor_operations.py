@@ -150,7 +150,7 @@ def test_a_write_shows_in_views(tensor, kind, x):
     assert torch.equal(view.dequantize(), values(y, kind).view(2, 16, 256))
 
 
-@pytest.mark.parametrize("kind", ["delayed", "current"])
+@pytest.mark.parametrize("kind", PER_TENSOR)
 def test_a_write_of_a_view_whose_columns_differ_leaves_no_old_column_layout(kind, x):
     tensor = quantizer(kind)(x)
     view = tensor.view(-1)
@@ -163,6 +163,15 @@ def test_a_write_of_a_view_whose_columns_differ_leaves_no_old_column_layout(kind
     view.update_usage(columnwise_usage=True)
     tensor.quantize_(x.flip(0))
     assert not view.get_usages()["columnwise"]
+
+
+@pytest.mark.parametrize("kind", PER_TENSOR)
+def test_a_number_in_other_shapes(kind):
+    tensor = quantizer(kind)(torch.tensor(3.0))
+    for size in ((), (1,), (1, 1)):
+        view = tensor.reshape(size)
+        assert torch.equal(view.dequantize(), torch.full(size, 3.0))
+        assert torch.equal(view.reshape(()).dequantize(), torch.tensor(3.0))
 
 
 def test_parts(tensor, kind, x):

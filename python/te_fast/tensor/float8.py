@@ -179,7 +179,7 @@ def viewed(value: Any, size: Sequence[int]) -> Any:
     row = value.row.view(size)
     col = value.col if value.col_is_valid else None
     if col is not None:
-        fits = row.dim() > 0 and row.shape[-1] == col.shape[0]
+        fits = row.shape[-1:] == col.shape[:1]
         col = col.view(columnwise_shape(row.shape)) if fits else None
     made.row, made.col = row, col
     made.note_same_bytes(value)  # a write of either is a write of both
