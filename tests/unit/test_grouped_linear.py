@@ -643,3 +643,11 @@ def test_the_gpu_of_a_former_call_does_not_travel():
     layer.__dict__["_one_launch_on"] = 0
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert other.__dict__["_one_launch_on"] is None
+
+
+def test_a_first_call_in_inference_mode_leaves_nothing_that_training_cannot_save():
+    layer = make()
+    x, grad = inputs(layer)
+    with torch.inference_mode():
+        y = layer(x, SPLITS)
+    assert torch.equal(step(layer, x, grad, None), y)

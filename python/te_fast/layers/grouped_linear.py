@@ -552,13 +552,13 @@ class GroupedLinear(PartedLayer):
         """Return counts of the host on the input's device, kept from an earlier call or made now."""
         self._check_counts(counts, inp)
         kept, key = self._splits_on_device, (counts, inp.device)
-        if key in kept:
-            kept.move_to_end(key)
-            return kept[key]
-        made = kept[key] = torch.tensor(counts, dtype=torch.int64, device=inp.device)
-        if len(kept) > _KEPT_SPLITS:
-            kept.popitem(last=False)
-        return made
+        if key not in kept:
+            with torch.inference_mode(mode=False):  # later calls may train
+                kept[key] = torch.tensor(counts, dtype=torch.int64, device=inp.device)
+            if len(kept) > _KEPT_SPLITS:
+                kept.popitem(last=False)
+        kept.move_to_end(key)
+        return kept[key]
 
     # Forward -------------------------------------------------------------------------------------
 
