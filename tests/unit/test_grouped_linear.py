@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -678,3 +679,6 @@ def test_entries_of_a_state_have_storages_of_their_own(make_module):
     other = make_module()
     other.load_state_dict(state)
     assert all(bool((parameter == 3).all()) for parameter in other.parameters())
+    entry = weakref.ref(tensor)
+    del state, tensor
+    assert entry() is None

@@ -72,8 +72,9 @@ def save_alone(module: torch.nn.Module, state: dict[str, Any], prefix: str) -> N
         # With keep_vars=True, the entries are the parameters themselves.
         if type(value) is not torch.Tensor or value.is_meta or not is_part(value):
             continue
-        # DLPack makes a storage of the tensor's own size, which keeps the joint memory alive.
-        alone = torch.from_dlpack(value)  # type: ignore[attr-defined]
+        # DLPack makes a storage of the tensor's own size, which keeps alive the tensor that it is made from: not the
+        # entry itself, which has the storage and would never be freed.
+        alone = torch.from_dlpack(value.detach())  # type: ignore[attr-defined]
         if value.is_inference():  # such tensors count no changes
             state[f"{prefix}{name}"] = alone
         else:
