@@ -10,6 +10,7 @@ import te_fast
 import te_fast.pytorch as te
 from te_fast import dispatch
 from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from te_fast.errors import DtypeError, ShapeError
 from te_fast.runtime import native
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has facts")
@@ -263,3 +264,29 @@ def test_initialisation_forks_the_tracker():
 def test_quantize_takes_no_scale_that_it_would_not_use():
     with pytest.raises(ValueError, match="own scales"):
         dispatch.quantize(torch.ones(16, 16), Float8CurrentScaling(), scale=torch.ones(1))
+
+
+@pytest.mark.parametrize("recipe", [None, 3, Float8CurrentScaling])
+def test_what_is_no_recipe_is_named(recipe):
+    x, splits = tensor(32, 64), torch.tensor([16, 16])
+    with pytest.raises(DtypeError, match=r"quantize: recipe must be .* got"):
+        dispatch.quantize(x, recipe)
+    with pytest.raises(DtypeError, match=r"quantize_groups: recipe must be .* got"):
+        dispatch.quantize_groups(x, splits, recipe)
+
+
+def test_what_is_no_operand_is_named():
+    x, out = tensor(32, 64), torch.empty(32, 32)
+    operand = dispatch.quantize(x, Float8CurrentScaling(), columnwise=True)
+    with pytest.raises(DtypeError, match="dequantize: expected a QuantizedOperand, got Tensor"):
+        dispatch.dequantize(x)
+    with pytest.raises(DtypeError, match=r"gemm: w must be .* got NoneType"):
+        dispatch.gemm(x, None, out)
+    with pytest.raises(
+        ShapeError, match="x_columnwise does not apply to x, a Tensor; give x_k_outermost"
+    ):
+        dispatch.gemm(x, x, out, x_columnwise=True)
+    with pytest.raises(
+        ShapeError, match="w_k_outermost does not apply to w, a QuantizedOperand; give w_c"
+    ):
+        dispatch.gemm(operand, operand, out, w_k_outermost=True)

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -677,3 +678,33 @@ def test_counts_do_not_travel(tmp_path):
     other = torch.load(tmp_path / "layer.pt", map_location="meta", weights_only=False)
     other.to_empty(device="cpu").load_state_dict(layer.state_dict())
     assert torch.equal(other(x, [16, 16]), y)
+
+
+@pytest.mark.parametrize(
+    "make_module",
+    [
+        lambda: te.GroupedLinear(3, 32, 48, device="cpu"),
+        lambda: te.ops.GroupedLinear(3, 32, 48, device="cpu"),
+        lambda: te.Linear(32, 48, parameters_split=("query", "key", "value"), device="cpu"),
+    ],
+)
+def test_entries_of_a_state_have_storages_of_their_own(make_module):
+    # Accelerate keeps one of several tensors of a storage, and safetensors' save_model refuses them.
+    module = make_module()
+    state = module.state_dict()
+    storages = {tensor.untyped_storage().data_ptr() for tensor in state.values()}
+    assert len(storages) == len(state) == 6
+    for name, tensor in state.items():
+        parameter = module.get_parameter(name)
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes, name
+        assert tensor.data_ptr() == parameter.data_ptr(), name
+        version = parameter._version
+        tensor.fill_(3.0)
+        assert bool((parameter == 3).all()), name
+        assert parameter._version > version, name
+    other = make_module()
+    other.load_state_dict(state)
+    assert all(bool((parameter == 3).all()) for parameter in other.parameters())
+    entry = weakref.ref(tensor)
+    del state, tensor
+    assert entry() is None

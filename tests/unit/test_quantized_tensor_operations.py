@@ -150,6 +150,30 @@ def test_a_write_shows_in_views(tensor, kind, x):
     assert torch.equal(view.dequantize(), values(y, kind).view(2, 16, 256))
 
 
+@pytest.mark.parametrize("kind", PER_TENSOR)
+def test_a_write_of_a_view_whose_columns_differ_leaves_no_old_column_layout(kind, x):
+    tensor = quantizer(kind)(x)
+    view = tensor.view(-1)
+    view.mul_(0.5)
+    tensor.update_usage(columnwise_usage=True)
+    columns = tensor.detach()
+    columns.update_usage(rowwise_usage=False)
+    assert torch.equal(columns.dequantize(), tensor.dequantize())
+    view = tensor.view(64, 128)
+    view.update_usage(columnwise_usage=True)
+    tensor.quantize_(x.flip(0))
+    assert not view.get_usages()["columnwise"]
+
+
+@pytest.mark.parametrize("kind", PER_TENSOR)
+def test_a_number_in_other_shapes(kind):
+    tensor = quantizer(kind)(torch.tensor(3.0))
+    for size in ((), (1,), (1, 1)):
+        view = tensor.reshape(size)
+        assert torch.equal(view.dequantize(), torch.full(size, 3.0))
+        assert torch.equal(view.reshape(()).dequantize(), torch.tensor(3.0))
+
+
 def test_parts(tensor, kind, x):
     expected = values(x, kind)
     for part in (
@@ -355,6 +379,21 @@ def test_in_place_operations_quantise_again(tensor, kind, x):
         version = tensor._version
 
 
+def test_loops_of_python_in_place(tensor, kind, x):
+    other = torch.randn(32, 256).bfloat16()
+    expected = values(x, kind)
+    for operation in (
+        lambda t: t.apply_(lambda value: value / 2),
+        lambda t: t.map_(other, lambda value, one: value + one),
+        lambda t: t.map2_(other, other, lambda value, one, two: value - one + 2 * two),
+    ):
+        assert operation(tensor) is tensor
+        expected = values(operation(expected), kind)
+        holds(tensor, expected, tensor)
+    tensor.map2_(tensor, tensor, lambda value, one, two: 1)
+    holds(tensor, torch.ones_like(x), tensor)
+
+
 def test_random_values_in_place(tensor, kind):
     torch.manual_seed(5)
     expected = torch.empty(32, 256, dtype=torch.bfloat16).normal_()
@@ -403,8 +442,10 @@ def test_many_copies_of_any_type_in_any_order(kind, x):
     together, single = ([quantizer(kind)(x * 2) for _ in sources] for _ in range(2))
     torch._foreach_copy_(together, sources)
     for target, source in zip(single, sources, strict=True):
-        target.copy_(source.bfloat16())
-    for one, other in zip(together, single, strict=True):
+        target.copy_(source)
+    for one, source, other in zip(together, sources, single, strict=True):
+        expected = source.bfloat16().expand(32, 256)
+        holds(one, values(expected, kind), other)
         assert torch.equal(one.dequantize(), other.dequantize())
     plain, quantized = torch.full((32, 256), 2.0), quantizer(kind)(x)
     torch._foreach_copy_([quantized, plain], [plain, torch.full((32, 256), 7.0)])

@@ -1,8 +1,7 @@
-"""Weights that one product reads, in adjacent memory, and their storages in checkpoints.
+"""Weights that one product reads, in adjacent memory.
 
-Adjacent parameters are views of one storage. Libraries that save models take tensors of one storage for the same
-tensor: Accelerate keeps one of them, safetensors refuses them, and ``torch.save`` writes the whole storage for each.
-So the entries of ``state_dict`` have storages of their own, over the same memory.
+Adjacent parameters are views of one storage. The entries of ``state_dict`` have storages of their own, over the same
+memory, for libraries that take tensors of one storage for the same tensor.
 """
 
 from __future__ import annotations
@@ -11,6 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+
+from te_fast.runtime.parts import is_part, save_alone
 
 #: A module, and the name of a parameter in it.
 Place = tuple[torch.nn.Module, str]
@@ -23,7 +24,7 @@ def pack(places: Sequence[Place]) -> Callable[[], None] | None:
     if any(parameter.is_meta for parameter in parameters):
         return None
     for parameter in parameters:
-        if _is_part(parameter) or not parameter.is_contiguous():
+        if is_part(parameter) or not parameter.is_contiguous():
             return None
     whole = torch.cat([parameter.detach() for parameter in parameters])
 
@@ -38,25 +39,9 @@ def pack(places: Sequence[Place]) -> Callable[[], None] | None:
     return lay
 
 
-def _is_part(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor's storage has other values, too."""
-    return tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size()
-
-
 def _save_alone(module: torch.nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Give the parts of a joint memory storages of their own in a ``state_dict``.
+    """Call :func:`save_alone`.
 
-    The entries keep the memory of the parameters, and count changes with them: who writes to an entry changes the
-    parameter. After :func:`undo`, the hook stays with the module, since the parameters stay where they are.
+    After :func:`undo`, the hook stays with the module, since the parameters stay where they are.
     """
-    for name in module._parameters:
-        value = state.get(f"{prefix}{name}")
-        # With keep_vars=True, the entries are the parameters themselves.
-        if type(value) is not torch.Tensor or value.is_meta or not _is_part(value):
-            continue
-        # DLPack makes a storage of the tensor's own size, which keeps the joint memory alive.
-        alone = torch.from_dlpack(value)  # type: ignore[attr-defined]
-        if value.is_inference():  # such tensors count no changes
-            state[f"{prefix}{name}"] = alone
-        else:
-            value.data = alone
+    save_alone(module, state, prefix)

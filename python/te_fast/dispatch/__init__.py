@@ -23,6 +23,7 @@ from te_fast.dispatch.groups import (
     Role,
     activation_groups,
     activation_groups_backward,
+    check_recipe,
     quantize_groups,
 )
 from te_fast.dispatch.launches import (
@@ -43,7 +44,7 @@ from te_fast.dispatch.norms import (
     norm_gradients,
     norm_outputs,
 )
-from te_fast.errors import DeviceError, ShapeError
+from te_fast.errors import DeviceError, DtypeError, ShapeError
 from te_fast.recipe import Recipe
 from te_fast.runtime import native
 from te_fast.runtime.delayed import get_fp8_torch_dtype, native_recipe
@@ -220,11 +221,7 @@ def quantize(
     >>> dispatch.dequantize(quantized).tolist()
     [[1.0, -448.0]]
     """
-    if not recipe.delayed() and (scale is not None or amax is not None):
-        message = (
-            f"quantize: {type(recipe).__name__} makes its own scales; leave scale and amax out"
-        )
-        raise ShapeError(message)
+    check_recipe("quantize", recipe, scale, amax)
     form = native_recipe(recipe)
     parts = native.quantize(x, form, role, rowwise, columnwise, scale, amax, column_sums)
     block = {"input": 0, "weight": 1, "grad": 2}[role]
@@ -264,6 +261,8 @@ def dequantize(
     ------
     ShapeError
         If the tensor does not have the layout.
+    DtypeError
+        If it is no operand.
 
     See Also
     --------
@@ -278,6 +277,9 @@ def dequantize(
     >>> dispatch.dequantize(x).unique()
     tensor([1.])
     """
+    if not isinstance(tensor, QuantizedOperand):
+        message = f"dequantize: expected a QuantizedOperand, got {type(tensor).__name__}"
+        raise DtypeError(message)
     data = tensor.columnwise_data if columnwise else tensor.rowwise_data
     scale_inv = tensor.columnwise_scale_inv if columnwise else tensor.rowwise_scale_inv
     if data is None or scale_inv is None:
@@ -290,13 +292,30 @@ def dequantize(
 
 
 def _operand(
-    operand: torch.Tensor | QuantizedOperand, *, columnwise: bool, k_outermost: bool
+    name: str, operand: torch.Tensor | QuantizedOperand, *, columnwise: bool, k_outermost: bool
 ) -> Any:
     if isinstance(operand, torch.Tensor):
+        _check_layout(name, operand, given="columnwise", other="k_outermost", is_set=columnwise)
         return (operand, None, None, 0, k_outermost)
+    if not isinstance(operand, QuantizedOperand):
+        message = (
+            f"gemm: {name} must be a tensor or a QuantizedOperand, got {type(operand).__name__}"
+        )
+        raise DtypeError(message)
+    _check_layout(name, operand, given="k_outermost", other="columnwise", is_set=k_outermost)
     data = operand.columnwise_data if columnwise else operand.rowwise_data
     scale_inv = operand.columnwise_scale_inv if columnwise else operand.rowwise_scale_inv
     return (data, _FP8_NAMES[operand.dtype], scale_inv, operand.block + 1, False)
+
+
+def _check_layout(name: str, operand: Any, *, given: str, other: str, is_set: bool) -> None:
+    """Refuse an argument that says which layout the other kind of operand is read in."""
+    if is_set:
+        kind = type(operand).__name__
+        message = (
+            f"gemm: {name}_{given} does not apply to {name}, a {kind}; give {name}_{other} instead"
+        )
+        raise ShapeError(message)
 
 
 def gemm(
@@ -363,8 +382,8 @@ def gemm(
     torch.Size([16, 16])
     """
     native.gemm(
-        _operand(x, columnwise=x_columnwise, k_outermost=x_k_outermost),
-        _operand(w, columnwise=w_columnwise, k_outermost=w_k_outermost),
+        _operand("x", x, columnwise=x_columnwise, k_outermost=x_k_outermost),
+        _operand("w", w, columnwise=w_columnwise, k_outermost=w_k_outermost),
         out,
         bias,
         accumulate,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from te_fast.dispatch.activations import ActivationFunction
-from te_fast.errors import ShapeError
+from te_fast.errors import DtypeError, ShapeError
 from te_fast.recipe import Recipe
 from te_fast.runtime import native
 from te_fast.runtime.delayed import native_recipe
@@ -16,12 +16,12 @@ Role = Literal["input", "weight", "grad"]
 
 
 class QuantizedGroups(NamedTuple):
-    """Groups of rows in FP8, as :func:`grouped_gemm` takes them.
+    """Groups of rows in FP8. :func:`grouped_gemm` takes the bytes as FP8 numbers (``data.view(torch.float8_e4m3fn)``).
 
     Attributes
     ----------
     rowwise_data : torch.Tensor or None
-        Bytes in row layout, of the shape of the tensor.
+        Bytes (uint8) in row layout, of the shape of the tensor.
     rowwise_scale_inv : torch.Tensor or None
         Inverse scales: one for each group, or those of blocks.
     columnwise_data : torch.Tensor or None
@@ -105,16 +105,30 @@ def quantize_groups(
     >>> dispatch.quantize_groups(x, torch.tensor([2, 1]), Float8CurrentScaling()).rowwise_data.shape
     torch.Size([3, 1])
     """
-    _check_slots("quantize_groups", recipe, scale, amax)
+    check_recipe("quantize_groups", recipe, scale, amax)
     form = native_recipe(recipe)
     return QuantizedGroups(
         *native.quantize_groups(x, splits, form, role, rowwise, columnwise, scale, amax)
     )
 
 
-def _check_slots(
-    op: str, recipe: Recipe, scale: torch.Tensor | None, amax: torch.Tensor | None
+def check_recipe(
+    op: str, recipe: Any, scale: torch.Tensor | None, amax: torch.Tensor | None
 ) -> None:
+    """Refuse what is no recipe, and scales that a recipe would not use.
+
+    Raises
+    ------
+    DtypeError
+        If `recipe` is no recipe.
+    ShapeError
+        If it makes its own scales, and some are given.
+    """
+    if not isinstance(recipe, Recipe):
+        message = (
+            f"{op}: recipe must be an object of a class of te_fast.common.recipe, got {recipe!r}"
+        )
+        raise DtypeError(message)
     if not recipe.delayed() and (scale is not None or amax is not None):
         message = f"{op}: {type(recipe).__name__} makes its own scales; leave scale and amax out"
         raise ShapeError(message)
@@ -177,7 +191,7 @@ def activation_groups(
     >>> dispatch.activation_groups(x, function, splits, Float8BlockScaling()).rowwise_data.shape
     torch.Size([3, 16])
     """
-    _check_slots("activation_groups", recipe, scale, amax)
+    check_recipe("activation_groups", recipe, scale, amax)
     form, layouts = native_recipe(recipe), (rowwise, columnwise)
     *parts, _ = native.activation_groups(
         x, None, function, splits, form, layouts, (scale, amax), row_scale
@@ -236,7 +250,7 @@ def activation_groups_backward(
     >>> grad.rowwise_data.shape
     torch.Size([3, 256])
     """
-    _check_slots("activation_groups_backward", recipe, scale, amax)
+    check_recipe("activation_groups_backward", recipe, scale, amax)
     form, layouts = native_recipe(recipe), (rowwise, columnwise)
     *parts, row_scale_grad = native.activation_groups(
         x, dy, function, splits, form, layouts, (scale, amax), row_scale

@@ -10,7 +10,14 @@ import torch
 from te_fast.errors import StateError
 from te_fast.layers.program import ProgramLayer
 from te_fast.runtime import main_grad, native
-from te_fast.runtime.parts import are_adjacent, compute_deferred, joined, lay_together, whole_of
+from te_fast.runtime.parts import (
+    are_adjacent,
+    compute_deferred,
+    joined,
+    lay_together,
+    save_alone,
+    whole_of,
+)
 from te_fast.tensor import stacks
 from te_fast.tensor.primary import as_read, is_quantized
 from te_fast.tensor.stacks import stack_of
@@ -157,6 +164,10 @@ class PartedLayer(ProgramLayer):
         super().__setstate__(state)
         lay_together(self._of_parts())
         self._lay_quantized_together()
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        save_alone(self, destination, prefix)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Move parts to one memory if they were moved one by one. Parts keep memory that a caller has given them."""

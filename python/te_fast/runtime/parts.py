@@ -55,6 +55,32 @@ def lay_together(lists: list[list[torch.Tensor]]) -> None:
                 part.data = memory
 
 
+def is_part(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor's storage has other values, too."""
+    return tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size()
+
+
+def save_alone(module: torch.nn.Module, state: dict[str, Any], prefix: str) -> None:
+    """Give the parts of a joint memory storages of their own in a ``state_dict``.
+
+    Libraries that save models take tensors of one storage for the same tensor: Accelerate keeps one of them,
+    safetensors refuses them, and ``torch.save`` writes the whole storage for each. The entries keep the memory of the
+    parameters, and count changes with them: who writes to an entry changes the parameter.
+    """
+    for name in module._parameters:
+        value = state.get(f"{prefix}{name}")
+        # With keep_vars=True, the entries are the parameters themselves.
+        if type(value) is not torch.Tensor or value.is_meta or not is_part(value):
+            continue
+        # DLPack makes a storage of the tensor's own size, which keeps alive the tensor that it is made from: not the
+        # entry itself, which has the storage and would never be freed.
+        alone = torch.from_dlpack(value.detach())  # type: ignore[attr-defined]
+        if value.is_inference():  # such tensors count no changes
+            state[f"{prefix}{name}"] = alone
+        else:
+            value.data = alone
+
+
 def fit_state(state_dict: Any, prefix: str, number: int, singles: dict[str, bool]) -> None:
     """Let modules with one parameter for all experts and modules with one for each load each other's checkpoints.
 

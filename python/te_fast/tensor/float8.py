@@ -179,11 +179,12 @@ def viewed(value: Any, size: Sequence[int]) -> Any:
     row = value.row.view(size)
     col = value.col if value.col_is_valid else None
     if col is not None:
-        fits = row.dim() > 0 and row.shape[-1] == col.shape[0]
+        fits = row.shape[-1:] == col.shape[:1]
         col = col.view(columnwise_shape(row.shape)) if fits else None
     made.row, made.col = row, col
-    if col is not None:
-        made.note_same_bytes(value)
+    made.note_same_bytes(value)  # a write of either is a write of both
+    if col is None:
+        made.col = None  # a column layout that it makes is its own
     return made
 
 

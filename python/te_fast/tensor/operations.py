@@ -510,10 +510,14 @@ def _copy(target: Any, source: Any, non_blocking: bool = False) -> Any:
         target._remake_columnwise()
         note_write(target)
         return target
-    values = _plain(source)
     check_whole(target)
-    target.quantize_(expanded(values, target))
+    target.quantize_(expanded(_castable(_plain(source), target), target))
     return target
+
+
+def _castable(source: torch.Tensor, target: Any) -> torch.Tensor:
+    """Return plain values in a type that can be quantised: the target's, if the source's cannot."""
+    return source if source.dtype in _FLOATS else source.to(target.dtype)
 
 
 @_handles(aten._foreach_copy_.default)
@@ -529,8 +533,7 @@ def _copy_each(targets: Sequence[Any], sources: Sequence[Any], non_blocking: boo
         elif has_native_value(source) or source.shape != target.shape:
             others.append((target, source))
         else:
-            is_float = source.dtype in _FLOATS
-            together.append((target, source if is_float else source.to(target.dtype)))
+            together.append((target, _castable(source, target)))
     for target, _ in together:
         check_whole(target)
     if plain:

@@ -19,7 +19,7 @@ from te_fast.errors import (
 )
 from te_fast.runtime import native
 from te_fast.tensor.operations import dispatch, is_written_alone, moved
-from te_fast.tensor.quantizer import Quantizer, note_write
+from te_fast.tensor.quantizer import Quantizer, note_write, plain_values
 from te_fast.tensor.sharded import after_gather, before_gather
 from te_fast.tensor.storage import QuantizedTensorStorage, Tensors
 from te_fast.tensor.traced import dequantized
@@ -284,6 +284,25 @@ class TensorOverStorage(QuantizedTensorStorage, QuantizedTensor):
             If this tensor is a part that cannot be written.
         """
         self._rewrite(lambda values: values.fill_diagonal_(fill_value, wrap))
+        return self
+
+    # torch's loops read and write the address of the memory, which is null here.
+
+    def apply_(self, callable: Callable[[float], float]) -> Any:
+        """Apply a function to each value on the CPU, as ``torch.Tensor.apply_`` does."""
+        self._rewrite(lambda values: values.apply_(callable))
+        return self
+
+    def map_(self, tensor: torch.Tensor, callable: Callable[..., float]) -> Any:
+        """Apply a function to each pair of values on the CPU, as ``torch.Tensor.map_`` does."""
+        other = plain_values(tensor)
+        self._rewrite(lambda values: values.map_(other, callable))
+        return self
+
+    def map2_(self, x: torch.Tensor, y: torch.Tensor, callable: Callable[..., float]) -> Any:
+        """Apply a function to each three values on the CPU, as ``torch.Tensor.map2_`` does."""
+        others = plain_values(x), plain_values(y)
+        self._rewrite(lambda values: values.map2_(*others, callable))
         return self
 
     def _rewrite(self, write: Callable[[torch.Tensor], Any]) -> None:

@@ -26,7 +26,7 @@ from te_fast.runtime import native
 from te_fast.runtime.arguments import check_positive_sizes, check_sizes
 from te_fast.runtime.capturing import is_graph_capturing
 from te_fast.runtime.compiling import is_traced
-from te_fast.runtime.parts import compute_deferred, fit_state, lay_together
+from te_fast.runtime.parts import compute_deferred, fit_state, lay_together, save_alone
 from te_fast.runtime.splits import check_in_debug
 from te_fast.tensor import primary, stacks
 from te_fast.tensor.of_recipe import ONE, Stack
@@ -308,6 +308,10 @@ class GroupedLinear(ExtraTensorOperation, WeightedOperation):
     ) -> torch.dtype:
         weight: torch.Tensor = getattr(self, self._weight_names[0])
         return autocast or weight.dtype
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        save_alone(self, destination, prefix)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         singles = {"weight": self.single_grouped_weight, "bias": self.single_grouped_bias}
