@@ -261,6 +261,11 @@ class _Checkpointed:
                 rng_states.give_to(self._tracker())
 
 
+def _place_of(tensor: torch.Tensor) -> Any:
+    """Return what tells a tensor's elements from those of other views of its memory."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
 def _distributed(x: Any, group: Any) -> saved_tensors_hooks:
     """Let autograd save a copy of this rank's share instead of a tensor."""
     if not isinstance(x, torch.Tensor):
@@ -277,11 +282,10 @@ def _distributed(x: Any, group: Any) -> saved_tensors_hooks:
         raise RanksError(message)
     share = split_tensor_into_1d_equal_chunks(x.detach(), group, new_buffer=True)
     # `pack` must not refer to the tensor: torch keeps `pack` as long as its result.
-    shape, address = x.shape, x.data_ptr()
+    shape, place = x.shape, _place_of(x)
 
     def pack(tensor: torch.Tensor) -> Any:
-        is_x = tensor.data_ptr() == address and tensor.shape == shape
-        return share if is_x else (tensor,)
+        return share if _place_of(tensor) == place else (tensor,)
 
     def unpack(kept: Any) -> torch.Tensor:
         if isinstance(kept, tuple):
