@@ -21,6 +21,7 @@ from te_fast.runtime.collectives import (
 )
 from te_fast.runtime.compiling import is_in_graph
 from te_fast.runtime.global_state import FP8GlobalStateManager
+from te_fast.runtime.rng import repeating
 
 # The tape of regions without their own: first in, first out over all of them.
 _default_tape = scale_tape.Tape()
@@ -246,6 +247,11 @@ class _Checkpointed:
             with activation_recompute_forward(True, False, _tape=self._first.tape):
                 result = self._function(*args, **self._kwargs)
             return result if torch.is_grad_enabled() else _outputs_of_its_own(result)
+        with repeating():
+            return self._repeat(args)
+
+    def _repeat(self, args: tuple[Any, ...]) -> Any:
+        assert self._first is not None
         rng_states = None
         if self._tracker is not None and self._rng_states is not None:
             rng_states = _RandomStates(self._tracker())
