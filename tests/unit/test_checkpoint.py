@@ -296,6 +296,21 @@ def test_a_bias_that_is_returned_stays_a_parameter(recipe, reentrant, make):
         assert all(map(torch.equal, one, other))
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_a_returned_bias_that_does_not_train_stays_as_it_is(reentrant, has_bias):
+    """Without a bias, an empty tensor of the layer is returned."""
+    layer = te.Linear(64, 64, bias=has_bias, return_bias=True, device="cpu")
+    layer.bias.requires_grad_(False)
+    for _ in range(2):
+        x = torch.randn(32, 64, requires_grad=True)
+        y, bias = te.checkpoint(layer, x, use_reentrant=reentrant)
+        assert layer.bias.is_leaf
+        assert not layer.bias.requires_grad
+        (y.sum() + bias.sum()).backward()
+        assert torch.allclose(x.grad, layer.weight.detach().sum(0).expand(32, 64), atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("recipe", "reentrant"), sampled(RECIPES, [True, False]), indirect=["recipe"]
 )

@@ -184,15 +184,15 @@ def get_activation_recompute_contexts() -> tuple[
 
 
 def _outputs_of_its_own(result: Any) -> Any:
-    """Return the results of a run without gradients, with aliases of tensors that the run did not make.
+    """Return aliases of the results of a run without gradients, some of which the run did not make.
 
     torch's reentrant node takes every output for its own result. A parameter among the outputs (the bias of a layer
     with ``return_bias``) would lead its gradient back to that node, whose backward runs the function again, without
-    end.
+    end. The node would also let a frozen parameter, or another tensor of a module, require gradients.
     """
 
     def own(value: Any) -> Any:
-        return value.detach() if isinstance(value, torch.Tensor) and value.requires_grad else value
+        return value.detach() if isinstance(value, torch.Tensor) else value
 
     return tuple(map(own, result)) if isinstance(result, tuple) else own(result)
 
