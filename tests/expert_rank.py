@@ -237,6 +237,15 @@ def ranks_that_disagree():
         raises(RanksError, "must be the same on all ranks of ep_group"),
     ):
         block(x)
+    block.router.requires_grad_(False)
+    with raises(RanksError, "must be the same on all ranks of ep_group"):
+        block(x.requires_grad_(rank == 0))
+    block.router.requires_grad_()
+    count = EXPERTS * (2 if rank == 0 else 1)
+    other = te.MoE(HIDDEN, FFN, count, TOPK, device=device(), ep_group=dist.group.WORLD)
+    for _ in range(2):
+        with raises(RanksError, "MoE: the input's columns and type, the number of experts"):
+            other(x)
     # Nothing is left behind.
     block(x)
     others = dist.new_group([0])

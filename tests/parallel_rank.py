@@ -1109,6 +1109,12 @@ def checkpoints_that_ranks_share():
     del whole
     assert memory() is None
     y.backward(torch.ones(shape))
+    # Views with other elements in the same memory are no shares of it.
+    square = random(8, 8, seed=2).float().requires_grad_()
+    for view in (square.detach().t(), square.detach().view(torch.int32)):
+        te.checkpoint(torch.mul, square, view, distribute_saved_activations=True).sum().backward()
+        assert torch.equal(square.grad, view.float())
+        square.grad = None
     with raises(TypeError, "first argument"):
         te.checkpoint(torch.sin, "x", distribute_saved_activations=True)
     with raises(ValueError, "elements"):

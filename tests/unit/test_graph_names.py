@@ -295,6 +295,59 @@ def test_named_random_states_of_the_cpu():
     distributed.set_all_rng_states(former)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="states are the GPU's where there is one")
+def test_a_state_of_the_cpu_inside_of_itself():
+    """It goes on where the outer use is, as a GPU's state does."""
+    former, tracker = distributed.get_all_rng_states(), te.CudaRNGStatesTracker()
+    tracker.add("model-parallel-rng", 3)
+    tracker.add("other", 4)
+    drawn, x = [], torch.ones(2, requires_grad=True)
+
+    def draw(scaled):
+        with tracker.fork():
+            drawn.append(torch.rand(2))
+        return scaled * drawn[-1]
+
+    with tracker.fork():
+        draw(x)
+        with tracker.fork("other"):
+            torch.rand(2)
+            draw(x)
+        drawn.append(torch.rand(2))
+        y = te.checkpoint(draw, x, get_rng_state_tracker=lambda: tracker)
+    draw(x)
+    with tracker.fork("other"):
+        y.sum().backward(retain_graph=True)
+    with tracker.fork():
+        y.sum().backward()
+    assert torch.equal(drawn.pop(), drawn[3])
+    repeated = drawn.pop()
+    draw(x)
+    assert torch.equal(repeated, drawn[3])
+    own = torch.Generator().manual_seed(3)
+    assert torch.equal(
+        torch.stack(drawn), torch.stack([torch.rand(2, generator=own) for _ in drawn])
+    )
+    distributed.set_all_rng_states(former)
+
+
+@pytest.mark.parametrize(
+    ("seed", "kind", "message"),
+    [
+        ([1], DtypeError, "an integer"),
+        (True, DtypeError, "an integer"),
+        (2**70, ArgumentNameError, "64 bits"),
+    ],
+)
+def test_seeds_that_are_none(seed, kind, message):
+    tracker = te.CudaRNGStatesTracker()
+    with pytest.raises(kind, match=message):
+        tracker.add("model-parallel-rng", seed)
+    assert (tracker.states_, tracker.seeds_) == ({}, set())
+    with pytest.raises(DtypeError, match="must be a dict of generators, got NoneType"):
+        tracker.set_states(None)
+
+
 def test_named_random_states(monkeypatch):
     default = Generator([100])
     monkeypatch.setattr(rng, "_current_generator", lambda: default)

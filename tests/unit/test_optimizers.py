@@ -146,6 +146,25 @@ def test_moments_of_fewer_bits(first, second, tolerance):
             assert (values.double() - wanted).abs().max() <= 0.07 * wanted.abs().max()
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"exp_avg_dtype": torch.float16, "exp_avg_sq_dtype": torch.float16},
+        {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.uint8},
+        {"master_weights": True, "master_weight_dtype": torch.float16},
+    ],
+)
+def test_a_parameter_may_be_one_number(options):
+    weight = torch.nn.Parameter(torch.tensor(1.0))
+    optimizer = FusedAdam([weight], lr=0.5, **options)
+    for _ in range(2):
+        weight.grad = torch.tensor(2.0)
+        optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+    assert weight.shape == ()
+    assert abs(weight.item()) < 0.01
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.uint8])
 def test_states_with_scales_take_any_magnitude(dtype):
     weight = torch.nn.Parameter(torch.zeros(4))
@@ -389,6 +408,68 @@ def test_a_scaled_step_is_skipped_on_the_device():
             reference.step(grads)
     assert int(optimizer.param_groups[0]["step"]) == 2
     assert difference(weights, reference.weights) < 2e-6
+
+
+def test_gradients_that_were_unscaled_are_not_unscaled_again():
+    """Clipping needs ``GradScaler.unscale_`` before the step."""
+    weights, plain = parameters(), parameters()
+    optimizer, other = FusedAdam(weights, **OPTIONS, capturable=True), FusedAdam(plain, **OPTIONS)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(2):
+        factor = scaler.scale(torch.ones(()))
+        for weight, same, grad in zip(weights, plain, gradients(step), strict=True):
+            weight.grad, same.grad = grad * factor, grad
+        scaler.unscale_(optimizer)
+        with pytest.warns(FutureWarning):
+            scaler.step(optimizer)
+        scaler.update()
+        other.step()
+        assert difference(weights, [same.detach().double() for same in plain]) < 2e-6
+        assert all(torch.allclose(w.grad, p.grad) for w, p in zip(weights, plain, strict=True))
+
+
+def _transposed(tensor):
+    return tensor.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def _with_gaps(tensor):
+    return torch.stack([tensor, torch.zeros_like(tensor)], -1)[..., 0]
+
+
+@pytest.mark.parametrize("of_grad", [torch.clone, _transposed, _with_gaps])
+@pytest.mark.parametrize("of_weight", [torch.clone, _transposed, _with_gaps])
+@pytest.mark.parametrize(
+    "options", [{}, {"dtype": torch.bfloat16}, {"dtype": torch.bfloat16, "remainders": True}]
+)
+def test_memory_may_lie_in_any_order(of_weight, of_grad, options):
+    """Torch's kernels read all tensors of a parameter as flat memory."""
+    dtype = options.get("dtype", torch.float32)
+    master = {"master_weights": True, "store_param_remainders": "remainders" in options}
+    kinds = [FusedAdam, lambda weights, lr: FusedAdam(weights, lr=lr, **master)]
+    if of_weight is not _with_gaps and dtype is torch.float32:
+        kinds.append(lambda weights, lr: FusedSGD(weights, lr=lr, momentum=0.9))
+    for make in kinds:
+        values = torch.randn(4, 6, generator=torch.Generator().manual_seed(1)).to(dtype)
+        weight, same = torch.nn.Parameter(of_weight(values)), torch.nn.Parameter(values.clone())
+        optimizers = [make([weight], lr=0.1), make([same], lr=0.1)]
+        for step in range(3):
+            grad = torch.randn(4, 6, generator=torch.Generator().manual_seed(step)).to(dtype)
+            weight.grad, same.grad = of_grad(grad), grad.clone()
+            for optimizer in optimizers:
+                optimizer.step()
+            if step == 1:  # a checkpoint may have another order
+                state = copy.deepcopy(optimizers[0].state_dict())
+                for values in state["state"].values():
+                    values |= {name: value.contiguous() for name, value in values.items()}
+                optimizers[0].load_state_dict(state)
+        assert torch.equal(weight, same)
+
+
+def test_sgd_refuses_parameters_with_gaps():
+    weight = torch.nn.Parameter(_with_gaps(torch.ones(4, 6)))
+    weight.grad = torch.ones(4, 6)
+    with pytest.raises(UnsupportedError, match="FusedSGD: .* gaps, .* strides"):
+        FusedSGD([weight], lr=0.1).step()
 
 
 def test_capturable_takes_rates_that_are_numbers():

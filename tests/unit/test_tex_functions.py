@@ -512,6 +512,20 @@ def test_sgd(momentum, dampening, first, nesterov):
         tex.multi_tensor_sgd(1, FLAG, lists, 0.1, 0.9, 0.0, 0.3, False, first, True, 1.0)
 
 
+@pytest.mark.parametrize("strided", range(4))
+def test_steps_of_strided_lists(strided):
+    plain = [[random(5, 7, seed=seed).abs()] for seed in range(4)]
+    lists = [[one.clone() for one in each] for each in plain]
+    lists[strided] = [
+        torch.stack([one, torch.ones_like(one)], -1)[..., 0] for one in plain[strided]
+    ]
+    for each in (plain, lists):
+        tex.multi_tensor_adam(1, FLAG, each, 0.1, 0.9, 0.9, 1e-8, 1, 1, 1, 0.0)
+        tex.multi_tensor_sgd(1, FLAG, each[:3], 0.1, 0.9, 0.0, 0.3, False, False, False, 1.0)
+    for one, two in zip(chain(*lists), chain(*plain), strict=True):
+        assert torch.equal(one, two)
+
+
 @pytest.mark.parametrize("pow2", [False, True])
 def test_scales_of_maxima(pow2):
     maxima = [torch.tensor([0.0, 3.0, torch.inf, torch.nan]), torch.tensor([1e-3, 1e-42])]

@@ -130,6 +130,8 @@ class ExpertRanks:
             name, "num_experts", num_experts, self.size, "the ranks of ep_group"
         )
         self._kinds: dict[Any, int] = {}
+        #: The ranks have called with the same number of experts.
+        self._has_met = False
 
     def apply(
         self, experts: Experts, rows: torch.Tensor, splits: torch.Tensor, factors: torch.Tensor
@@ -168,7 +170,11 @@ class ExpertRanks:
                 "many rows come"
             )
             raise UnsupportedError(message)
-        table, sent, received = self._counts(rows, splits)
+        needs_rows = torch.is_grad_enabled() and (rows.requires_grad or factors.requires_grad)
+        kind = self._kind(rows, needs_rows=needs_rows)
+        if not self._has_met:
+            self._meet(kind, rows.device)
+        table, sent, received = self._counts(splits, kind)
         mine = table[:, self.rank * self.num_local : (self.rank + 1) * self.num_local]
         travel = _Splits(self.name, self.group, sent, received)
         came, came_factors = _Exchange.apply(travel, rows, factors)
@@ -192,23 +198,33 @@ class ExpertRanks:
             torch.distributed.all_reduce(total, group=self.group)
         return total
 
-    def _counts(
-        self, rows: torch.Tensor, splits: torch.Tensor
-    ) -> tuple[torch.Tensor, list[int], list[int]]:
+    def _meet(self, kind: int, device: torch.device) -> None:
+        """Compare the first call on all ranks, before counts travel: their number is that of the experts."""
+        everyones = self._of_all_ranks(torch.tensor([kind], dtype=torch.int64, device=device))
+        self._check_kinds(everyones[:, 0].tolist())
+        self._has_met = True
+
+    def _counts(self, splits: torch.Tensor, kind: int) -> tuple[torch.Tensor, list[int], list[int]]:
         """Return the numbers of rows that each rank has for each expert, and that this rank sends and receives.
 
         A number of the call's kind travels beside the counts, so that ranks that disagree notice before rows travel.
         """
-        kind = torch.full((1,), self._kind(rows), dtype=torch.int64, device=rows.device)
-        given = torch.cat((splits.to(torch.int64), kind))
-        everyones = given.new_empty(self.size * given.numel())
-        with named(self.name, "the exchange of counts of expert parallelism"):
-            torch.distributed.all_gather_into_tensor(everyones, given, group=self.group)
-        everyones = everyones.view(self.size, -1)
+        number = torch.full((1,), kind, dtype=torch.int64, device=splits.device)
+        everyones = self._of_all_ranks(torch.cat((splits.to(torch.int64), number)))
         table = everyones[:, :-1]
         by_rank = table.view(self.size, self.size, self.num_local).sum(2)
         read = torch.stack((everyones[:, -1], by_rank[self.rank], by_rank[:, self.rank]))
         kinds, sent, received = read.tolist()
+        self._check_kinds(kinds)
+        return table, sent, received
+
+    def _of_all_ranks(self, given: torch.Tensor) -> torch.Tensor:
+        everyones = given.new_empty(self.size * given.numel())
+        with named(self.name, "the exchange of counts of expert parallelism"):
+            torch.distributed.all_gather_into_tensor(everyones, given, group=self.group)
+        return everyones.view(self.size, -1)
+
+    def _check_kinds(self, kinds: list[int]) -> None:
         others = [rank for rank, one in enumerate(kinds) if one != kinds[self.rank]]
         if others:
             message = (
@@ -217,12 +233,12 @@ class ExpertRanks:
                 f"{self.rank}"
             )
             raise RanksError(message)
-        return table, sent, received
 
-    def _kind(self, rows: torch.Tensor) -> int:
+    def _kind(self, rows: torch.Tensor, *, needs_rows: bool) -> int:
         """Return a number of the call's kind, which must be equal on all ranks."""
         enabled, *_, epoch = native.autocast_region()
-        key = rows.shape[1], rows.dtype, torch.is_grad_enabled(), epoch if enabled else None
+        grad = torch.is_grad_enabled(), needs_rows
+        key = rows.shape[1], rows.dtype, grad, epoch if enabled else None
         kind = self._kinds.get(key)
         if kind is None:
             recipe = native.autocast_objects()[0] if enabled else None

@@ -8,9 +8,11 @@ from itertools import chain
 from typing import Any
 
 import torch
+from torch.amp.grad_scaler import OptState
 
 from te_fast.errors import ArgumentError, StateDtypeError, StateError, UnsupportedError
 from te_fast.optimizers import stored
+from te_fast.optimizers.layouts import laid_out_as, without_gaps
 from te_fast.optimizers.multi_tensor import local_part as _local
 from te_fast.optimizers.options import check_betas, check_not_negative
 from te_fast.optimizers.zeroing import forgets, warn_of_set_grad_none
@@ -504,7 +506,7 @@ class FusedAdam(torch.optim.Optimizer):
     def _scaler_state(
         self, group: dict[str, Any], grad_scaler: Any
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return whether a gradient is not finite, and the scale of the gradients."""
+        """Return whether a gradient is not finite, and the scale of the gradients unless the scaler has removed it."""
         if grad_scaler is None or not grad_scaler.is_enabled() or not group["params"]:
             return None, None
         if not self.capturable:
@@ -514,6 +516,9 @@ class FusedAdam(torch.optim.Optimizer):
             raise UnsupportedError(message)
         device = group["params"][0].device
         found = grad_scaler._check_inf_per_device(self)[device]
+        states = getattr(grad_scaler, "_per_optimizer_states", {})
+        if id(self) in states and states[id(self)]["stage"] is OptState.UNSCALED:
+            return found, None
         return found, grad_scaler._get_scale_async().to(device)
 
     def _count(self, group: dict[str, Any], found_inf: torch.Tensor | None) -> None:
@@ -584,10 +589,6 @@ class _Update:
             optimizer.initialize_state(parameter)
         self.local: Any = _local(parameter).detach()
         self.given_grad = _local(grad)
-        self.grad = self.given_grad.float()
-        self.exp_avg, self.exp_avg_sq = (
-            optimizer.get_unscaled_state(parameter, name) for name in _MOMENTS
-        )
         self._quantized = is_quantized(self.local)
         self._remainder = optimizer._keeps_remainder(parameter, _MASTER)
         self._check()
@@ -598,6 +599,12 @@ class _Update:
             self.main = optimizer.get_unscaled_state(parameter, _MASTER)
         else:
             self.main = self.local.float()
+        self.main = without_gaps(self.main)
+        self.grad = laid_out_as(self.given_grad.float(), self.main)
+        self.exp_avg, self.exp_avg_sq = (
+            laid_out_as(optimizer.get_unscaled_state(parameter, name), self.main)
+            for name in _MOMENTS
+        )
         #: Whether the parameter must be rounded from the new master weight.
         self.is_rounded = (
             self.main is not self.local and not self._quantized and not self._remainder

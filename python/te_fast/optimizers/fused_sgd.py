@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from te_fast.errors import ArgumentError, UnsupportedError
+from te_fast.optimizers.layouts import has_gaps, laid_out_as
 from te_fast.optimizers.options import check_not_negative
 from te_fast.optimizers.zeroing import forgets, warn_of_set_grad_none
 
@@ -42,7 +43,7 @@ class FusedSGD(torch.optim.SGD):
     Raises
     ------
     UnsupportedError
-        For an argument that is not supported.
+        For an argument that is not supported; by a step, for a parameter whose memory has gaps.
     ArgumentError
         If `lr` is missing.
     ValueError
@@ -119,14 +120,25 @@ class FusedSGD(torch.optim.SGD):
         uninitialised memory behind if ``found_inf`` skips the step.
         """
         has_sparse: bool = super()._init_group(group, params, grads, momentum_buffer_list)
+        if has_sparse:  # torch refuses these
+            return has_sparse
+        for at, param in enumerate(params):
+            if has_gaps(param):
+                message = (
+                    "FusedSGD: a parameter's memory must have no gaps, got shape "
+                    f"{list(param.shape)} and strides {param.stride()}; make it contiguous"
+                )
+                raise UnsupportedError(message)
+            grads[at] = laid_out_as(grads[at], param)
         if group["momentum"] == 0.0:
             return has_sparse
         is_first = all(buffer is None for buffer in momentum_buffer_list)
         if is_first and group["dampening"] != 0.0:  # torch does not dampen first gradients
             return has_sparse
-        for at, grad in enumerate(grads):
-            if momentum_buffer_list[at] is None:
-                momentum_buffer_list[at] = torch.zeros_like(grad)
+        for at, (grad, buffer) in enumerate(zip(grads, momentum_buffer_list, strict=True)):
+            momentum_buffer_list[at] = (
+                torch.zeros_like(grad) if buffer is None else laid_out_as(buffer, grad)
+            )
         return has_sparse
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:

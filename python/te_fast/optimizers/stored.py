@@ -41,7 +41,7 @@ def read(stored: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
     if stored.dtype is torch.float32 and not isinstance(stored, Float8Tensor):
         return stored
     values = stored.float()
-    return values if scale is None or isinstance(stored, Float8Tensor) else values.mul_(scale)
+    return values if scale is None or isinstance(stored, Float8Tensor) else values.mul_(scale[0])
 
 
 def write(stored: torch.Tensor, scale: torch.Tensor | None, values: torch.Tensor) -> None:
@@ -72,7 +72,7 @@ def write(stored: torch.Tensor, scale: torch.Tensor | None, values: torch.Tensor
         quantizer.scale.copy_(factor)
         stored.quantize_(values)
     else:
-        stored.copy_(values * factor)
+        stored.copy_(values * factor[0])
 
 
 # Remainders: an FP32 number as a BF16 one, rounded, and its lower 16 bits.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal
 
 from te_fast.errors import ArgumentError, RanksError, ShapeError
@@ -14,6 +15,14 @@ from te_fast.runtime.collectives import get_distributed_world_size
 Before = Literal["gather", "copy"]
 #: Collective after the last linear op: the results of all ranks are summed, and scattered or left on all ranks.
 Behind = Literal["scatter", "sum"]
+#: Attributes of parameters that Megatron-LM and distributed checkpoints read.
+_MARKS = (
+    "tensor_model_parallel",
+    "partition_dim",
+    "partition_stride",
+    "sequence_parallel",
+    "allreduce",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +71,7 @@ def exchange_of(mode: str | None, size: int, *, sequence_parallel: bool) -> Exch
 
 
 class _SharingState(dict[str, Any]):
-    """The state of a module, whose deep copy has the same process groups; pickled, it is a plain dictionary."""
+    """The state of a module, whose deep copy has the same groups and marks; pickled, it is a plain dictionary."""
 
     def __init__(self, state: dict[str, Any], groups: list[Any]) -> None:
         super().__init__(state)
@@ -71,14 +80,25 @@ class _SharingState(dict[str, Any]):
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
         for group in self._groups:
             memo[id(group)] = group
-        return copy.deepcopy(dict(self), memo)
+        copied = copy.deepcopy(dict(self), memo)
+        self._copy_marks(memo)
+        return copied
+
+    def _copy_marks(self, memo: dict[int, Any]) -> None:
+        """Mark the copies of parameters, which torch makes without attributes."""
+        modules = [module for module in self.get("_modules", {}).values() if module is not None]
+        parameters = list(self.get("_parameters", {}).values())
+        for parameter in chain(parameters, *(module.parameters() for module in modules)):
+            for name in _MARKS:
+                if id(parameter) in memo and hasattr(parameter, name):
+                    setattr(memo[id(parameter)], name, getattr(parameter, name))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)
 
 
 def reduced_sharing(reduced: Any, groups: Iterable[Any]) -> Any:
-    """Let a deep copy of a module have the same process groups, which cannot be copied.
+    """Let a deep copy of a module have the same process groups, which cannot be copied, and marked parameters.
 
     A method ``__deepcopy__`` would do so more simply. But ``torch.compile`` of a module returns a wrapper that passes
     on attributes it lacks: a copy of the wrapper would call that method, and be a copy of the module alone.
@@ -96,8 +116,6 @@ def reduced_sharing(reduced: Any, groups: Iterable[Any]) -> Any:
         What ``__reduce_ex__`` of the module has to return.
     """
     shared = [group for group in groups if group is not None]
-    if not shared:
-        return reduced
     make, arguments, state, *rest = reduced
     return make, arguments, _SharingState(state, shared), *rest
 

@@ -21,6 +21,7 @@ from te_fast.runtime.collectives import (
 )
 from te_fast.runtime.compiling import is_in_graph
 from te_fast.runtime.global_state import FP8GlobalStateManager
+from te_fast.runtime.rng import repeating
 
 # The tape of regions without their own: first in, first out over all of them.
 _default_tape = scale_tape.Tape()
@@ -246,6 +247,11 @@ class _Checkpointed:
             with activation_recompute_forward(True, False, _tape=self._first.tape):
                 result = self._function(*args, **self._kwargs)
             return result if torch.is_grad_enabled() else _outputs_of_its_own(result)
+        with repeating():
+            return self._repeat(args)
+
+    def _repeat(self, args: tuple[Any, ...]) -> Any:
+        assert self._first is not None
         rng_states = None
         if self._tracker is not None and self._rng_states is not None:
             rng_states = _RandomStates(self._tracker())
@@ -259,6 +265,11 @@ class _Checkpointed:
         finally:
             if self._tracker is not None and rng_states is not None:
                 rng_states.give_to(self._tracker())
+
+
+def _place_of(tensor: torch.Tensor) -> Any:
+    """Return what tells a tensor's elements from those of other views of its memory."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _distributed(x: Any, group: Any) -> saved_tensors_hooks:
@@ -277,11 +288,10 @@ def _distributed(x: Any, group: Any) -> saved_tensors_hooks:
         raise RanksError(message)
     share = split_tensor_into_1d_equal_chunks(x.detach(), group, new_buffer=True)
     # `pack` must not refer to the tensor: torch keeps `pack` as long as its result.
-    shape, address = x.shape, x.data_ptr()
+    shape, place = x.shape, _place_of(x)
 
     def pack(tensor: torch.Tensor) -> Any:
-        is_x = tensor.data_ptr() == address and tensor.shape == shape
-        return share if is_x else (tensor,)
+        return share if _place_of(tensor) == place else (tensor,)
 
     def unpack(kept: Any) -> torch.Tensor:
         if isinstance(kept, tuple):

@@ -12,6 +12,8 @@ from te_fast.errors import ArgumentKeyError, ArgumentNameError, DtypeError
 
 # States of the process's trackers; a graph registers those that are generators.
 _active: dict[str, Any] = {}
+# The state that the CPU's generator has been set to; it advances there alone.
+_on_cpu: torch.Generator | None = None
 
 
 def graph_safe_rng_available() -> bool:
@@ -86,19 +88,47 @@ def _made(seed: int) -> torch.Generator:
     return state
 
 
+def _note_on_cpu() -> None:
+    """Let the state in force on the CPU be where the generator is."""
+    if _on_cpu is not None:
+        _on_cpu.set_state(torch.default_generator.get_state())
+
+
+@contextmanager
+def repeating() -> Iterator[None]:
+    """Let a recomputation have the CPU's generator as it finds it, also inside of a use of a state by its caller."""
+    global _on_cpu
+    outer, _on_cpu = _on_cpu, None
+    try:
+        yield
+    finally:
+        _on_cpu = outer
+
+
+@contextmanager
+def _drawing_on_cpu_from(state: torch.Generator) -> Iterator[None]:
+    """Copy a state to the generator and back: only generators of GPUs can share their states."""
+    global _on_cpu
+    generator, outer = torch.default_generator, _on_cpu
+    _note_on_cpu()
+    former = generator.get_state()
+    generator.set_state(state.get_state())
+    _on_cpu = state
+    try:
+        yield
+    finally:
+        _note_on_cpu()
+        _on_cpu = outer
+        generator.set_state(former if outer is None else outer.get_state())
+
+
 @contextmanager
 def _drawing_from(state: torch.Generator) -> Iterator[None]:
     """Replace the generator that kernels draw from."""
     generator = _current_generator()
     if generator is torch.default_generator:
-        # Only generators of GPUs can share their states.
-        former = generator.get_state()
-        generator.set_state(state.get_state())
-        try:
+        with _drawing_on_cpu_from(state):
             yield
-        finally:
-            state.set_state(generator.get_state())
-            generator.set_state(former)
         return
     lent = generator.graphsafe_get_state()
     generator.graphsafe_set_state(state)
@@ -137,6 +167,7 @@ class CudaRNGStatesTracker:
 
     def get_states(self) -> dict[str, Any]:
         """Return the states by name, in a new dict."""
+        _note_on_cpu()
         return dict(self.states_)
 
     def set_states(self, states: dict[str, Any]) -> None:
@@ -150,8 +181,14 @@ class CudaRNGStatesTracker:
         Raises
         ------
         DtypeError
-            If a state is a tensor, not a generator.
+            If a state is a tensor, not a generator, or `states` is no dict.
         """
+        if not isinstance(states, dict):
+            message = (
+                "CudaRNGStatesTracker.set_states: states must be a dict of generators, got "
+                f"{type(states).__name__}"
+            )
+            raise DtypeError(message)
         for name, state in states.items():
             if isinstance(state, torch.Tensor):  # Megatron-LM's tracker has such states
                 message = (
@@ -175,10 +212,20 @@ class CudaRNGStatesTracker:
         Raises
         ------
         ArgumentNameError
-            If there is a state of that name, or of that seed.
+            If there is a state of that name, or of that seed, or the seed has more than 64 bits.
         DtypeError
             If the seed is no integer.
         """
+        if not isinstance(seed, int) or isinstance(seed, bool):
+            message = (
+                f"CudaRNGStatesTracker.add: the seed of {name!r} must be an integer, got {seed!r}"
+            )
+            raise DtypeError(message)
+        if not -(2**63) <= seed < 2**64:
+            message = (
+                f"CudaRNGStatesTracker.add: the seed of {name!r} must have 64 bits, got {seed}"
+            )
+            raise ArgumentNameError(message)
         if seed in self.seeds_:
             message = f"CudaRNGStatesTracker.add: seed {seed} is that of another state; every state needs its own"
             raise ArgumentNameError(message)
@@ -187,11 +234,6 @@ class CudaRNGStatesTracker:
                 f"CudaRNGStatesTracker.add: there is a state {name!r} already; reset() forgets all"
             )
             raise ArgumentNameError(message)
-        if not isinstance(seed, int):
-            message = (
-                f"CudaRNGStatesTracker.add: the seed of {name!r} must be an integer, got {seed!r}"
-            )
-            raise DtypeError(message)
         self.states_[name] = _made(seed)
         self.seeds_.add(seed)
         set_all_rng_states(self.states_)

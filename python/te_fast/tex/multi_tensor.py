@@ -12,6 +12,7 @@ import torch
 
 from te_fast.errors import UnsupportedError
 from te_fast.optimizers.fused_adam import NO_CORRECTION
+from te_fast.optimizers.layouts import laid_out_as, without_gaps
 from te_fast.optimizers.multi_tensor import (
     multi_tensor_l2norm,
     multi_tensor_scale,
@@ -45,18 +46,20 @@ def _check_lists(op: str, tensor_lists: Lists, *counts: int) -> None:
 
 
 class _Working:
-    """Lists in the form for torch's fused kernels, which take tensors of one type: the parameters'.
+    """Lists in the form for torch's fused kernels, which take tensors of one type and layout: the parameters'.
 
-    The kernels work on FP32 copies of other tensors, which `keep` rounds.
+    The kernels work on copies of other tensors, which `keep` rounds.
     """
 
     def __init__(self, written: Lists, grads: list[torch.Tensor]) -> None:
         self._written = written
-        self.lists = [[tensor.float() for tensor in tensors] for tensors in written]
-        self.grads = [grad.float() for grad in grads]
+        mains = [without_gaps(tensor.float()) for tensor in written[0]]
+        others = ([tensor.float() for tensor in tensors] for tensors in (*written[1:], grads))
+        of_one_layout = [list(map(laid_out_as, each, mains)) for each in others]
+        self.lists, self.grads = [mains, *of_one_layout[:-1]], of_one_layout[-1]
 
     def keep(self) -> None:
-        """Write the results into tensors of other types."""
+        """Write the results into tensors of other types and layouts."""
         pairs = [
             (target, result)
             for each in zip(self._written, self.lists, strict=True)
