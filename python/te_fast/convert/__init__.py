@@ -42,6 +42,7 @@ from te_fast.convert.packing import pack
 from te_fast.convert.scales import converted as converted_modules
 from te_fast.convert.scales import load_scaling_state, scaling_state
 from te_fast.errors import ArgumentError, DtypeError, StateError, TeFastError
+from te_fast.runtime.autocast import autocast, quantized_model_init
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -351,7 +352,9 @@ def convert(
     """
     _refuse(model)
     names = _names(exclude)
-    plan = _Plan(model, names)
+    # The trials compute in the parameters' type, and the layers get the model's parameters, wherever this is called.
+    with autocast(enabled=False), quantized_model_init(enabled=False):
+        plan = _Plan(model, names)
     converted = {name: _shown(module, forward) for name, module, forward in plan.forwards}
     if not dry_run:
         plan.apply()

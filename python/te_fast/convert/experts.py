@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from te_fast.convert.forwards import OwnedForward, Tied
+from te_fast.convert.forwards import OwnedForward, Tied, Watched
 from te_fast.convert.known import (
     agrees,
     gated_activation,
@@ -130,8 +130,12 @@ class ExpertsForward(OwnedForward):
         last = GroupedLinear(found.number, found.ffn, found.hidden, **how)
         self.operations = Sequential(first, ScaledSwiGLU(), last)
         self._count, self._mixture = found.number, Mixture(name)
+        self._known = list(found.module._modules.items())
         products = zip(_STACKS, (first, last), strict=True)
         self._tied = {stack: Tied(op, [("weight", found.module, stack)]) for stack, op in products}
+
+    def _watched(self) -> Sequence[Watched]:
+        return [(self._owner(), self._known)]
 
     def layers(self) -> dict[str, Tied]:
         """Return the products by the names of their weights."""
@@ -146,6 +150,7 @@ class ExpertsForward(OwnedForward):
             or args[0].dim() != 2
             or args[0].dtype is torch.float64
             or args[1].shape != args[2].shape
+            or not self._is_current()
         ):
             return type(owner).forward(owner, *args, **kwargs)
         return self.run(*args)
@@ -162,8 +167,6 @@ class ExpertsForward(OwnedForward):
         numbers, weights : torch.Tensor
             ``(tokens, topk)``: the experts of each token, without repetition, and their weights in the sum.
         """
-        for tied in self._tied.values():
-            tied.refresh()
         shape = tokens.shape[0], self._count
         factors = weights.new_zeros(shape, dtype=torch.float32).scatter(1, numbers, weights.float())
         chosen = torch.zeros(shape, dtype=torch.bool, device=tokens.device)

@@ -191,7 +191,7 @@ def gated_activation(function: Any, name: str) -> str:
     """
     if not callable(function):
         leave(f"{name} has no act_fn")
-    x = torch.linspace(-6.0, 6.0, 97)
+    x = torch.linspace(-6.0, 6.0, 97, device="cpu")
     y = function(x)
     for kind, known in _ACTIVATIONS.items():
         if torch.allclose(y, known(x), rtol=1e-5, atol=1e-6):
@@ -201,8 +201,8 @@ def gated_activation(function: Any, name: str) -> str:
 
 def random_like(like: torch.Tensor, *shape: int) -> torch.Tensor:
     """Return numbers that do not touch the state of torch's generators."""
-    generator = torch.Generator().manual_seed(1234)
-    return torch.randn(*shape, generator=generator).to(like.device, like.dtype)
+    generator = torch.Generator("cpu").manual_seed(1234)
+    return torch.randn(*shape, generator=generator, device="cpu").to(like.device, like.dtype)
 
 
 @contextmanager
