@@ -167,8 +167,9 @@ class _Plan:
         found = known.decoder(module, name)
         if any(self._uses[id(parameter)] > 1 for parameter in module.parameters()):
             leave(f"{name} shares parameters with another module")
+        is_tuple = known.try_decoder(found, name, lambda: DecoderForward(found, name).run)
         forward = DecoderForward(found, name)
-        forward.is_tuple = known.try_decoder(found, name, forward.run)
+        forward.is_tuple = is_tuple
         if found.activation is None and not any(map(is_experts, module.mlp.modules())):
             self.left[f"{name}.mlp"] = found.reason
         return forward
@@ -179,9 +180,8 @@ class _Plan:
         found = experts(module, name)
         if any(self._uses[id(parameter)] > 1 for parameter in module.parameters()):
             leave(f"{name} shares parameters with another module")
-        forward = ExpertsForward(found, name)
-        try_experts(found, name, forward.run)
-        return forward
+        try_experts(found, name, lambda: ExpertsForward(found, name).run)
+        return ExpertsForward(found, name)
 
     def _sequential(self, name: str, module: torch.nn.Sequential) -> None:
         fused: dict[int, Any] = {}
@@ -302,8 +302,8 @@ def convert(
     Four kinds of modules get another ``forward``: decoder layers like those of Llama, Mistral and Qwen, experts like
     those of Mixtral, norms with the linear layers behind them in ``torch.nn.Sequential``, and all linear layers.
     Modules, parameters, names and states stay as they are. In ``te_fast.pytorch.autocast`` the modules compute in FP8,
-    elsewhere in the parameters' type. ``convert`` recognises a block by its parts and then tries it; a block that
-    computes something else stays as it is.
+    elsewhere in the parameters' type. ``convert`` recognises a block by its parts and then tries it with random
+    parameters; a block that computes something else stays as it is.
 
     Parameters
     ----------

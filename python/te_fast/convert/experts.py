@@ -10,15 +10,18 @@ import torch
 
 from te_fast.convert.forwards import OwnedForward, Tied, Watched
 from te_fast.convert.known import (
+    GATED,
     agrees,
     gated_activation,
     in_mode,
     leave,
     leaving,
     random_like,
+    random_parameters,
     refuse_parameters,
     refuse_random,
     refuse_wrapped,
+    rounded_as,
 )
 from te_fast.experts.mixture import Mixture
 from te_fast.ops.basic.grouped_linear import GroupedLinear
@@ -76,8 +79,10 @@ def experts(module: Any, name: str) -> Experts:
 
 
 @torch.no_grad()
-def try_experts(found: Experts, name: str, forward: Callable[..., torch.Tensor]) -> None:
+def try_experts(found: Experts, name: str, make: Callable[[], Callable[..., torch.Tensor]]) -> None:
     """Compare experts with their replacement.
+
+    Both compute with random weights; `make` returns a replacement that has the experts' weights of that moment.
 
     Raises
     ------
@@ -92,12 +97,12 @@ def try_experts(found: Experts, name: str, forward: Callable[..., torch.Tensor])
     scores = random_like(weight, tokens, found.number).float().softmax(-1)
     weights, numbers = scores.topk(topk, -1)
     given = x, numbers, weights.to(x.dtype)
-    with in_mode(found.module, training=False):
+    with in_mode(found.module, training=False), random_parameters([(found.module, GATED)]):
         with leaving(f"{name} cannot be called as Mixtral's experts"):
             wanted = type(found.module).forward(found.module, *given)
         with leaving(f"te_fast cannot compute {name}"):
-            got = forward(*given)
-    if not isinstance(wanted, torch.Tensor) or not agrees(got, wanted, x.dtype):
+            got = make()(*given)
+    if not isinstance(wanted, torch.Tensor) or not agrees(got, wanted, rounded_as(x.dtype)):
         leave(f"{name} computes something else than Mixtral's experts")
     refuse_random(found.module, name, lambda: type(found.module).forward(found.module, *given))
 
@@ -135,7 +140,8 @@ class ExpertsForward(OwnedForward):
         self._tied = {stack: Tied(op, [("weight", found.module, stack)]) for stack, op in products}
 
     def _watched(self) -> Sequence[Watched]:
-        return [(self._owner(), self._known)]
+        owner: Any = self._owner()
+        return [(owner, self._known)]
 
     def layers(self) -> dict[str, Tied]:
         """Return the products by the names of their weights."""
