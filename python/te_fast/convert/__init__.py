@@ -428,7 +428,11 @@ def _load(target: str) -> torch.nn.Module:
     with torch.device("meta"):
         if kind == "hf":
             transformers: Any = importlib.import_module("transformers")
-            config = transformers.AutoConfig.from_pretrained(rest, local_files_only=True)
+            try:
+                config = transformers.AutoConfig.from_pretrained(rest, local_files_only=True)
+            except ValueError as error:
+                message = f"{target} has no configuration that Transformers knows: {error}"
+                raise ArgumentError(message) from error
             return _made(target, partial(transformers.AutoModelForCausalLM.from_config, config))
         function = getattr(importlib.import_module(kind), rest, None)
         if function is None:
