@@ -42,6 +42,7 @@ from te_fast.convert.packing import pack
 from te_fast.convert.scales import converted as converted_modules
 from te_fast.convert.scales import load_scaling_state, scaling_state
 from te_fast.errors import ArgumentError, DtypeError, StateError, TeFastError
+from te_fast.runtime.autocast import autocast, quantized_model_init
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -166,8 +167,9 @@ class _Plan:
         found = known.decoder(module, name)
         if any(self._uses[id(parameter)] > 1 for parameter in module.parameters()):
             leave(f"{name} shares parameters with another module")
+        is_tuple = known.try_decoder(found, name, lambda: DecoderForward(found, name).run)
         forward = DecoderForward(found, name)
-        forward.is_tuple = known.try_decoder(found, name, forward.run)
+        forward.is_tuple = is_tuple
         if found.activation is None and not any(map(is_experts, module.mlp.modules())):
             self.left[f"{name}.mlp"] = found.reason
         return forward
@@ -178,9 +180,8 @@ class _Plan:
         found = experts(module, name)
         if any(self._uses[id(parameter)] > 1 for parameter in module.parameters()):
             leave(f"{name} shares parameters with another module")
-        forward = ExpertsForward(found, name)
-        try_experts(found, name, forward.run)
-        return forward
+        try_experts(found, name, lambda: ExpertsForward(found, name).run)
+        return ExpertsForward(found, name)
 
     def _sequential(self, name: str, module: torch.nn.Sequential) -> None:
         fused: dict[int, Any] = {}
@@ -301,8 +302,8 @@ def convert(
     Four kinds of modules get another ``forward``: decoder layers like those of Llama, Mistral and Qwen, experts like
     those of Mixtral, norms with the linear layers behind them in ``torch.nn.Sequential``, and all linear layers.
     Modules, parameters, names and states stay as they are. In ``te_fast.pytorch.autocast`` the modules compute in FP8,
-    elsewhere in the parameters' type. ``convert`` recognises a block by its parts and then tries it; a block that
-    computes something else stays as it is.
+    elsewhere in the parameters' type. ``convert`` recognises a block by its parts and then tries it with random
+    parameters; a block that computes something else stays as it is.
 
     Parameters
     ----------
@@ -351,7 +352,9 @@ def convert(
     """
     _refuse(model)
     names = _names(exclude)
-    plan = _Plan(model, names)
+    # The trials compute in the parameters' type, and the layers get the model's parameters, wherever this is called.
+    with autocast(enabled=False), quantized_model_init(enabled=False):
+        plan = _Plan(model, names)
     converted = {name: _shown(module, forward) for name, module, forward in plan.forwards}
     if not dry_run:
         plan.apply()
@@ -425,7 +428,11 @@ def _load(target: str) -> torch.nn.Module:
     with torch.device("meta"):
         if kind == "hf":
             transformers: Any = importlib.import_module("transformers")
-            config = transformers.AutoConfig.from_pretrained(rest, local_files_only=True)
+            try:
+                config = transformers.AutoConfig.from_pretrained(rest, local_files_only=True)
+            except ValueError as error:
+                message = f"{target} has no configuration that Transformers knows: {error}"
+                raise ArgumentError(message) from error
             return _made(target, partial(transformers.AutoModelForCausalLM.from_config, config))
         function = getattr(importlib.import_module(kind), rest, None)
         if function is None:

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from te_fast.convert.forwards import OwnedForward, Tied
+from te_fast.convert.forwards import OwnedForward, Tied, Watched
 from te_fast.convert.known import (
+    GATED,
     agrees,
     gated_activation,
     in_mode,
     leave,
     leaving,
     random_like,
+    random_parameters,
     refuse_parameters,
     refuse_random,
     refuse_wrapped,
+    rounded_as,
 )
 from te_fast.experts.mixture import Mixture
 from te_fast.ops.basic.grouped_linear import GroupedLinear
@@ -76,8 +79,10 @@ def experts(module: Any, name: str) -> Experts:
 
 
 @torch.no_grad()
-def try_experts(found: Experts, name: str, forward: Callable[..., torch.Tensor]) -> None:
+def try_experts(found: Experts, name: str, make: Callable[[], Callable[..., torch.Tensor]]) -> None:
     """Compare experts with their replacement.
+
+    Both compute with random weights; `make` returns a replacement that has the experts' weights of that moment.
 
     Raises
     ------
@@ -92,12 +97,12 @@ def try_experts(found: Experts, name: str, forward: Callable[..., torch.Tensor])
     scores = random_like(weight, tokens, found.number).float().softmax(-1)
     weights, numbers = scores.topk(topk, -1)
     given = x, numbers, weights.to(x.dtype)
-    with in_mode(found.module, training=False):
+    with in_mode(found.module, training=False), random_parameters([(found.module, GATED)]):
         with leaving(f"{name} cannot be called as Mixtral's experts"):
             wanted = type(found.module).forward(found.module, *given)
         with leaving(f"te_fast cannot compute {name}"):
-            got = forward(*given)
-    if not isinstance(wanted, torch.Tensor) or not agrees(got, wanted, x.dtype):
+            got = make()(*given)
+    if not isinstance(wanted, torch.Tensor) or not agrees(got, wanted, rounded_as(x.dtype)):
         leave(f"{name} computes something else than Mixtral's experts")
     refuse_random(found.module, name, lambda: type(found.module).forward(found.module, *given))
 
@@ -130,8 +135,13 @@ class ExpertsForward(OwnedForward):
         last = GroupedLinear(found.number, found.ffn, found.hidden, **how)
         self.operations = Sequential(first, ScaledSwiGLU(), last)
         self._count, self._mixture = found.number, Mixture(name)
+        self._known = list(found.module._modules.items())
         products = zip(_STACKS, (first, last), strict=True)
         self._tied = {stack: Tied(op, [("weight", found.module, stack)]) for stack, op in products}
+
+    def _watched(self) -> Sequence[Watched]:
+        owner: Any = self._owner()
+        return [(owner, self._known)]
 
     def layers(self) -> dict[str, Tied]:
         """Return the products by the names of their weights."""
@@ -146,6 +156,7 @@ class ExpertsForward(OwnedForward):
             or args[0].dim() != 2
             or args[0].dtype is torch.float64
             or args[1].shape != args[2].shape
+            or not self._is_current()
         ):
             return type(owner).forward(owner, *args, **kwargs)
         return self.run(*args)
@@ -162,8 +173,6 @@ class ExpertsForward(OwnedForward):
         numbers, weights : torch.Tensor
             ``(tokens, topk)``: the experts of each token, without repetition, and their weights in the sum.
         """
-        for tied in self._tied.values():
-            tied.refresh()
         shape = tokens.shape[0], self._count
         factors = weights.new_zeros(shape, dtype=torch.float32).scatter(1, numbers, weights.float())
         chosen = torch.zeros(shape, dtype=torch.bool, device=tokens.device)

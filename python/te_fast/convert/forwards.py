@@ -57,26 +57,62 @@ class Tied:
     def __init__(self, layer: Any, ties: Sequence[Tie]) -> None:
         self.layer = layer
         self.ties = list(ties)
+        modules = {id(module): module for _, module, _ in ties}.values()
+        self._missing = [
+            (module, theirs)
+            for module in modules
+            for theirs, parameter in module._parameters.items()
+            if parameter is None
+        ]
         if isinstance(layer, ProgramLayer):
             layer.note_ties({name: (module, theirs) for name, module, theirs in ties})
         self.refresh()
 
-    def refresh(self) -> None:
-        """Take the modules' parameters again if they have changed: sharding replaces them around every call."""
+    def fits(self) -> bool:
+        """Tell whether the modules have parameters where they had some, and nowhere else.
+
+        Pruning and parametrisations take a parameter away.
+        """
+        has_all = all(module._parameters.get(theirs) is not None for _, module, theirs in self.ties)
+        return has_all and self._has_no_others()
+
+    fits._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+    def _has_no_others(self) -> bool:
+        # A loop is faster here than all(), and this runs in every call.
+        for module, theirs in self._missing:  # noqa: SIM110
+            if module._parameters.get(theirs) is not None:
+                return False
+        return True
+
+    def refresh(self) -> bool:
+        """Take the modules' parameters again if they have changed: sharding replaces them around every call.
+
+        Returns
+        -------
+        bool
+            As :meth:`fits`. If it is false, the layer computes something else than the modules.
+        """
+        if is_compiling():
+            return self.fits()
         own = self.layer._parameters
         for name, module, theirs in self.ties:
-            parameter = module._parameters[theirs]
+            parameter = module._parameters.get(theirs)
             if own[name] is not parameter:
-                if parameter is None or isinstance(parameter, torch.nn.Parameter):
+                if parameter is None:
+                    return False
+                if isinstance(parameter, torch.nn.Parameter):
                     setattr(self.layer, name, parameter)
                 else:  # torch.func.functional_call puts tensors in the parameters' places
                     own[name] = parameter
+        return self._has_no_others()
 
     def __call__(self, x: torch.Tensor) -> Any:
-        """Call the layer."""
-        if not is_compiling():
-            self.refresh()
-        return self.layer(x)
+        """Call the layer, which has the modules' parameters since the last :meth:`refresh`."""
+        # Hooks of all modules belong to calls of the model's modules, and this layer is none of them.
+        if is_compiling() or native.are_called_plainly():
+            return self.layer(x)
+        return self.layer.forward(x)
 
 
 def _options(weight: torch.Tensor, *, bias: bool) -> dict[str, Any]:
@@ -138,24 +174,48 @@ class OwnedForward(Forward):
         ]
 
     def _is_current(self) -> bool:
-        """Tell whether the modules and their constants are still those of the conversion, and have no hooks."""
+        """Tell whether te_fast's layers compute what the modules would.
+
+        Modules, parameters and constants must be those of the conversion, and the modules' calls run nothing else.
+        """
         for module, name, value in self._constants:
             if getattr(module, name) != value:
                 return False
         if not is_compiling():
-            return native.are_as_found(self._watched())
+            for tied in self.layers().values():
+                if not tied.refresh():
+                    return False
+            return (
+                native.are_as_found(self._watched())
+                and native.are_called_plainly()  # no hooks of all modules
+                and not self._has_other_forwards()
+            )
         for owner, known in self._watched():
             children = owner._modules
             for name, module in known:
                 if children.get(name) is not module:
                     return False
-        return not self._has_hooks()
+        return not self._is_changed()
 
-    def _has_hooks(self) -> bool:
-        """Tell whether one of the modules has hooks; a trace sees no later ones, as with torch's own modules."""
-        return any(has_hooks(module) for _, known in self._watched() for _, module in known)
+    def _has_other_forwards(self) -> bool:
+        """Tell whether a wrapper has replaced the forward of one of the modules."""
+        for _, known in self._watched():
+            for _, module in known:
+                own = module.__dict__
+                if "forward" in own and not isinstance(own["forward"], Forward):
+                    return True
+        return False
 
-    _has_hooks._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    def _is_changed(self) -> bool:
+        """Tell whether modules have hooks, other forwards or other parameters.
+
+        A trace sees no later ones, as with torch's own modules.
+        """
+        hooks = any(has_hooks(module) for _, known in self._watched() for _, module in known)
+        fits = all(tied.fits() for tied in self.layers().values())
+        return hooks or self._has_other_forwards() or not fits
+
+    _is_changed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def __getstate__(self) -> dict[str, Any]:
         """Store the module itself, since weak references are not copied."""
@@ -166,12 +226,16 @@ class OwnedForward(Forward):
         self.__dict__.update(state | {"_owner": weakref.ref(state["_owner"])})
 
 
-class LinearForward(Forward):
-    """A ``torch.nn.Linear`` by :class:`te_fast.pytorch.Linear`."""
+class LinearForward(OwnedForward):
+    """A ``torch.nn.Linear`` by :class:`te_fast.pytorch.Linear`.
+
+    A module whose parameters have been pruned or parametrised runs its own forward.
+    """
 
     what = "linear layer"
 
     def __init__(self, module: torch.nn.Linear, name: str) -> None:
+        self._owner = weakref.ref(module)
         sizes = module.in_features, module.out_features
         options = _options(module.weight, bias=module.bias is not None)
         self.tied = Tied(Linear(*sizes, name=name, **options), _tied("", module))
@@ -182,6 +246,9 @@ class LinearForward(Forward):
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         """Apply the layer."""
+        if not self.tied.refresh():
+            owner: Any = self._owner()
+            return type(owner).forward(owner, input)
         y: torch.Tensor = self.tied(input)
         return y
 
@@ -246,7 +313,8 @@ class SequentialForward(OwnedForward):
         """Run the modules, one by one in FP64, and if a module was changed since the conversion."""
         owner: Any = self._owner()
         if (
-            input.dtype is torch.float64
+            not isinstance(input, torch.Tensor)
+            or input.dtype is torch.float64
             or list(owner._modules.items()) != self._known
             or not self._is_current()
         ):
@@ -469,8 +537,6 @@ class DecoderForward(OwnedForward):
         """Return the program of the part behind attention; None if it does not support a call."""
         if self.mlp is None or is_compiling() or torch.is_autocast_enabled(hidden.device.type):
             return None
-        self.out.refresh()
-        self.mlp.refresh()
         tail = self._find_tail()
         return tail if tail is not None and tail.takes(hidden) else None
 
@@ -514,7 +580,6 @@ class DecoderForward(OwnedForward):
         scores = None if self._has_head_norms else simple_scores(self._core())
         if scores is None:
             return None
-        self.qkv.refresh()
         call = SimpleCall(self.qkv.layer, (waves, waves), self._heads, "bshd", scores, False)
         if not Block.takes(call.first, hidden, call.waves):
             return None

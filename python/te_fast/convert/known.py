@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
@@ -73,6 +73,14 @@ def agrees(got: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> bool:
     size = wanted.double().norm()
     error = (got.double() - wanted.double()).norm()
     return bool(torch.isfinite(error)) and bool(error <= _BOUNDS[dtype] * size)
+
+
+def rounded_as(dtype: torch.dtype) -> torch.dtype:
+    """Return the type that matrix products of a type are rounded as.
+
+    Where the user allows it, torch computes those of FP32 in TF32, whose fraction has as many bits as FP16's.
+    """
+    return torch.float16 if dtype is torch.float32 else dtype
 
 
 def refuse_wrapped(module: torch.nn.Module, name: str) -> None:
@@ -163,7 +171,9 @@ def norm(module: torch.nn.Module, name: str) -> Norm:
         if isinstance(module, torch.nn.LayerNorm | torch.nn.RMSNorm) or shown.endswith("RMSNorm)"):
             return candidates[0]
         leave(f"{shown} cannot be tried on the meta device")
-    x = random_like(weight, 4, weight.shape[0])
+    # Rows of several sizes, so that eps shows, and with a mean, which RMSNorm keeps and LayerNorm takes away.
+    sizes = torch.tensor([[1e-3], [1e-2], [1.0], [10.0]], device="cpu").to(weight)
+    x = sizes * (random_like(weight, 4, weight.shape[0]) + 1)
     y = module(x)
     for candidate in candidates:
         if agrees(y, candidate(x, module), weight.dtype):
@@ -191,7 +201,7 @@ def gated_activation(function: Any, name: str) -> str:
     """
     if not callable(function):
         leave(f"{name} has no act_fn")
-    x = torch.linspace(-6.0, 6.0, 97)
+    x = torch.linspace(-6.0, 6.0, 97, device="cpu")
     y = function(x)
     for kind, known in _ACTIVATIONS.items():
         if torch.allclose(y, known(x), rtol=1e-5, atol=1e-6):
@@ -201,8 +211,43 @@ def gated_activation(function: Any, name: str) -> str:
 
 def random_like(like: torch.Tensor, *shape: int) -> torch.Tensor:
     """Return numbers that do not touch the state of torch's generators."""
-    generator = torch.Generator().manual_seed(1234)
-    return torch.randn(*shape, generator=generator).to(like.device, like.dtype)
+    generator = torch.Generator("cpu").manual_seed(1234)
+    return torch.randn(*shape, generator=generator, device="cpu").to(like.device, like.dtype)
+
+
+@contextmanager
+def random_parameters(modules: Iterable[tuple[Any, float]]) -> Iterator[None]:
+    """Give modules random parameters for a while, with which every step of a block shows in its result.
+
+    The parameters of a new model are so small that the scores of attention are nearly equal and that the sums hide what
+    is added to them, so that blocks with other scores, angles or bounds would pass a trial.
+
+    Parameters
+    ----------
+    modules : iterable of tuple
+        A module, and how many times as large its results are as its inputs; a norm, and the middle of its weights.
+    """
+    former = [(module, dict(module._parameters)) for module, _ in modules]
+    generators: dict[torch.device, torch.Generator] = {}
+    try:
+        for module, size in modules:
+            for key, parameter in module._parameters.items():
+                if parameter is None:
+                    continue
+                device = parameter.device
+                if device not in generators:
+                    generators[device] = torch.Generator(device).manual_seed(1234)
+                values = torch.empty_like(parameter.detach())
+                values.normal_(generator=generators[device])
+                if values.dim() == 1:
+                    values.mul_(0.3).add_(size if key == "weight" else 0.0)
+                else:
+                    values.mul_(size * values.shape[-1] ** -0.5)
+                module._parameters[key] = torch.nn.Parameter(values, requires_grad=False)
+        yield
+    finally:
+        for module, parameters in former:
+            module._parameters.update(parameters)
 
 
 @contextmanager
@@ -345,9 +390,32 @@ def decoder(module: Any, name: str) -> Decoder:
     return Decoder(module, attention, (first, second), activation, reason)
 
 
+#: Sizes of the halves of feed-forward blocks in trials, so large that models which bound them at 7 or 10 show it.
+GATED = 8.0
+
+
+def _sizes(found: Decoder) -> list[tuple[Any, float]]:
+    """Return the modules that te_fast replaces, with their sizes for :func:`random_parameters`."""
+    layer, attention = found.layer, found.attention
+    scores = (
+        1.0 if attention.head_norms else (2 / (attention.channels**0.5 * attention.scale)) ** 0.5
+    )
+    own = attention.module
+    sizes = [(own.q_proj, scores), (own.k_proj, scores), (own.v_proj, 1.0), (own.o_proj, 1.0)]
+    norms = [layer.input_layernorm]
+    if found.activation is not None:
+        norms.append(layer.post_attention_layernorm)
+        mlp = layer.mlp
+        sizes += [(mlp.gate_proj, GATED), (mlp.up_proj, GATED), (mlp.down_proj, 1.0)]
+    middles = [0.0 if norm.zero_centered else 1.0 for norm in found.norms]
+    return sizes + list(zip(norms, middles, strict=False))
+
+
 @torch.no_grad()
-def try_decoder(found: Decoder, name: str, forward: Callable[..., Any]) -> bool:
+def try_decoder(found: Decoder, name: str, make: Callable[[], Callable[..., Any]]) -> bool:
     """Compare a decoder layer with its replacement; return whether the layer returns a tuple.
+
+    Both compute with random parameters; `make` returns a replacement that has the layer's parameters of that moment.
 
     Raises
     ------
@@ -367,15 +435,15 @@ def try_decoder(found: Decoder, name: str, forward: Callable[..., Any]) -> bool:
     if attention.implementation == "eager":
         mask = torch.full((1, 1, tokens, tokens), torch.finfo(x.dtype).min).triu(1).to(x)
     given = {"attention_mask": mask, "position_embeddings": waves}
-    with in_mode(layer, training=False):
+    with in_mode(layer, training=False), random_parameters(_sizes(found)):
         with leaving(f"{name} cannot be called as Llama's layer"):
             wanted = type(layer).forward(layer, x, **given)
         with leaving(f"te_fast cannot compute {name}"):
-            got = forward(x, **given)
+            got = make()(x, **given)
     is_tuple = isinstance(wanted, tuple)
     if is_tuple and len(wanted) != 1:
         leave(f"{name} returns {len(wanted)} values")
-    if not agrees(got, wanted[0] if is_tuple else wanted, x.dtype):
+    if not agrees(got, wanted[0] if is_tuple else wanted, rounded_as(x.dtype)):
         leave(f"{name} computes something else than Llama's layer")
     with _without_dropout(attention.module):
         refuse_random(layer, name, lambda: type(layer).forward(layer, x, **given))
