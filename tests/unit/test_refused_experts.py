@@ -14,12 +14,12 @@ pytestmark = [needs_compile]
 
 
 class Alone(ExpertRanks):
-    """The ranks, without a process group; an eager call gets as far as the exchange of counts."""
+    """The ranks, without a process group; an eager call gets as far as the comparison of ranks."""
 
     def __init__(self):
         self.name = "block"
 
-    def _counts(self, rows, splits):
+    def _kind(self, rows, *, needs_rows):
         message = "eager"
         raise ShapeError(message)
 
