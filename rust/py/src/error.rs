@@ -25,11 +25,26 @@ pub(crate) fn named(error: &Error, layer: Option<&str>) -> PyErr {
         ErrorKind::Driver { .. } | ErrorKind::Cublas { .. } | ErrorKind::NoDriver { .. } => "CudaError",
         _ => "TeFastError",
     };
-    let message = layer.map_or_else(|| error.to_string(), |layer| format!("{layer}: {error}"));
+    of_class(class, layer.map_or_else(|| error.to_string(), |layer| format!("{layer}: {error}")))
+}
+
+/// An error of a class of `te_fast.errors`.
+fn of_class(class: &str, message: String) -> PyErr {
     Python::attach(|py| match class_of(py, class) {
         Ok(class) => PyErr::from_type(class, message),
         Err(import_error) => import_error,
     })
+}
+
+/// The refusal of a call of a layer, or another operation, that `torch.jit.trace` watches.
+#[cold]
+pub(crate) fn traced_by_jit(name: &str) -> PyErr {
+    of_class(
+        "UnsupportedError",
+        format!(
+            "{name}: torch.jit.trace cannot see te_fast's launches and would take their results for constants; use torch.export or torch.compile"
+        ),
+    )
 }
 
 fn class_of<'py>(py: Python<'py>, name: &str) -> PyResult<Bound<'py, PyType>> {

@@ -11,7 +11,7 @@ use te_fast_core::runtime::dispatcher::Dispatcher;
 use te_fast_core::runtime::lane::{External, Lane, Memory, OWN_SCRATCH_LIMIT, Place};
 use te_fast_core::{Error, Float};
 
-use crate::error::IntoPython;
+use crate::error::{IntoPython, traced_by_jit};
 use crate::torch::process::{Guard, State};
 use crate::torch::reader::view_of;
 
@@ -82,6 +82,9 @@ pub(crate) struct DirectCall<'s, 'py> {
 
 impl<'s, 'py> DirectCall<'s, 'py> {
     pub(crate) fn new(state: &'s State, py: Python<'py>, op: &'static str, device: Device) -> PyResult<Self> {
+        if state.torch.is_jit_tracing(py)? {
+            return Err(traced_by_jit(op));
+        }
         let guard = state.guard(py, device)?;
         let place = Place { device, stream: state.reader.stream(py, device)? };
         Ok(Self { state, py, op, place, _guard: guard })

@@ -13,7 +13,7 @@ use te_fast_core::Error;
 use te_fast_core::quant::weight::Microbatch;
 use te_fast_core::recipe::region::Former;
 
-use crate::error::{IntoPython, named};
+use crate::error::{IntoPython, named, traced_by_jit};
 use crate::hooks::{OTHERS, hooks};
 use crate::program::asked::{Asked, InFp8};
 use crate::program::backward::{ProgramSaved, run};
@@ -82,6 +82,9 @@ pub(crate) fn in_region_of_last_forward<T>(
     program: &Bound<'_, ProgramHandle>,
     call: impl FnOnce() -> PyResult<T>,
 ) -> PyResult<T> {
+    if state.torch.is_jit_tracing(program.py())? {
+        return Err(traced_by_jit(&program.try_borrow()?.name));
+    }
     let Some(former) = repeated_region(state, program)? else { return call() };
     let result = call();
     state.dispatcher(program.py())?.0.autocast.exit(&former, false);
