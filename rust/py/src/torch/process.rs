@@ -93,7 +93,7 @@ pub(crate) struct Torch {
     pub(crate) use_count: Option<Py<PyAny>>,
     /// Number of modes that see every operator: tracers, and those of users.
     dispatch_modes: Py<PyAny>,
-    tracing_state: Py<PyAny>,
+    is_tracing: Py<PyAny>,
     /// Whether operators are recorded by a profiler.
     profiler_enabled: Py<PyAny>,
     pub(crate) linear: Py<PyAny>,
@@ -347,7 +347,7 @@ impl Torch {
             is_autocast_enabled: any_autocast.unbind(),
             use_count: torch.getattr("Tensor")?.getattr("_use_count").ok().map(Bound::unbind),
             dispatch_modes: native.getattr("_len_torch_dispatch_stack")?.unbind(),
-            tracing_state: native.getattr("_get_tracing_state")?.unbind(),
+            is_tracing: native.getattr("_is_tracing")?.unbind(),
             profiler_enabled: native.getattr("_autograd")?.getattr("_profiler_enabled")?.unbind(),
             storage_weak_ref: py.import("torch.multiprocessing.reductions")?.getattr("StorageWeakRef")?.unbind(),
             storage_expired: torch.getattr("UntypedStorage")?.getattr("_expired")?.unbind(),
@@ -446,7 +446,7 @@ impl Torch {
     /// [`crate::error::traced_by_jit`] says so.
     #[inline]
     pub(crate) fn is_jit_tracing(&self, py: Python<'_>) -> PyResult<bool> {
-        Ok(!self.tracing_state.bind(py).call0()?.is_none())
+        self.is_tracing.bind(py).call0()?.is_truthy()
     }
 
     /// Whether no mode or tracer is active, which could not see a native call.
