@@ -271,9 +271,8 @@ class MoE(torch.nn.Module):
             with outside:
                 probs, chosen, logits = self._route(inp)
             merged = self._mixture(experts, inp, chosen, probs, self.topk, is_first_microbatch)
-            if (
-                self.tokens_per_expert is not None and self._counts()
-            ):  # a call that fails counts nothing
+            # A call that fails counts nothing.
+            if self.tokens_per_expert is not None and self._counts():
                 self.tokens_per_expert.add_(chosen.sum(0))
         if self.aux_loss_coeff == 0.0:
             return merged

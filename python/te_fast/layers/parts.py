@@ -114,9 +114,8 @@ def watch(layer: PartedLayer, weight: torch.Tensor, out: torch.Tensor) -> None:
 
     torch compares the version of the whole weight, which has the parts' memory and not their versions.
     """
-    if (
-        out.grad_fn is None or torch._C._are_functorch_transforms_active()
-    ):  # concatenate() copies there
+    # Under transforms, concatenate() copies.
+    if out.grad_fn is None or torch._C._are_functorch_transforms_active():
         return
     # The hook must not refer to the layer: Python finds no cycles through hooks of torch's own nodes.
     name, parts = layer.name, [getattr(layer, name) for name in layer.weight_names]
