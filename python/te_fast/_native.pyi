@@ -14,12 +14,15 @@ __all__ = [
     "CutSaved",
     "Dispatcher",
     "HeldRegion",
+    "ObservedLaunches",
     "OptimizerWrites",
     "Program",
     "ProgramSaved",
     "ProgramSteps",
     "QuantizedValue",
     "Recipe",
+    "RepeatedAttention",
+    "RepeatedLaunches",
     "Snapshot",
     "TracedCall",
     "WeightHandle",
@@ -65,6 +68,7 @@ __all__ = [
     "join_rotated",
     "layer_call",
     "layer_forward",
+    "learns_launches",
     "load_kernels",
     "moe_apply",
     "moe_dropped",
@@ -79,6 +83,7 @@ __all__ = [
     "norm",
     "norm_backward",
     "note_scale_change",
+    "observe_launches",
     "plain_arguments",
     "program_apply",
     "program_autograd_forward",
@@ -94,6 +99,7 @@ __all__ = [
     "record",
     "recorded",
     "release_memory",
+    "repeat_launches",
     "requantize",
     "reset_counters",
     "rotate",
@@ -216,6 +222,38 @@ class CutCall: ...
 
 @final
 class CutSaved: ...
+
+@final
+class ObservedLaunches: ...
+
+@final
+class RepeatedLaunches:
+    @property
+    def workspace_bytes(self) -> int: ...
+    def __len__(self) -> int: ...
+
+@final
+class RepeatedAttention:
+    def __new__(
+        cls,
+        forward: RepeatedLaunches,
+        backward: tuple[RepeatedLaunches, Sequence[Tensor]] | None,
+        tensors: tuple[Tensor, Tensor, Tensor | None],
+        heads: tuple[int, int, int, bool],
+        interleaved: bool,
+        order: tuple[int, ...],
+        /,
+    ) -> Self: ...
+    def run(
+        self, product: Tensor, waves: tuple[Tensor, Tensor, Tensor, Tensor] | None, /
+    ) -> tuple[Tensor, tuple[Tensor, ...]]: ...
+    def grad(
+        self,
+        tensors: tuple[Tensor, ...],
+        grad: Tensor,
+        waves: tuple[Tensor, Tensor, Tensor, Tensor] | None,
+        /,
+    ) -> Tensor: ...
 
 @final
 class OptimizerWrites:
@@ -610,6 +648,7 @@ def layer_forward(
     fp8_output: Any = None,
     fp8_grad: Any = None,
 ) -> Any: ...
+def learns_launches() -> bool: ...
 def load_kernels(ordinal: int, /) -> int: ...
 def moe_apply(
     inp: Any,
@@ -671,6 +710,12 @@ def norm_backward(
     /,
 ) -> None: ...
 def note_scale_change() -> None: ...
+def observe_launches(
+    alike: Tensor, call: Callable[[], Any], /
+) -> tuple[Any, ObservedLaunches | None]: ...
+def repeat_launches(
+    captures: list[tuple[ObservedLaunches, list[Tensor]]], workspace_bytes: int, /
+) -> RepeatedLaunches | None: ...
 def set_graph_phase(begins: bool, /) -> None: ...
 def program_apply(
     program: Program,

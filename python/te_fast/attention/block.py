@@ -9,6 +9,7 @@ import torch
 
 from te_fast.attention.dot_product import DotProductAttention, recipe_for_fp8
 from te_fast.attention.kernels import Kernel, kernel_for, switches
+from te_fast.attention.learned import Kind, Uses, uses_of
 from te_fast.attention.multi_head import MultiheadAttention
 from te_fast.attention.rope import Waves, are_native
 from te_fast.attention.scores import Scores
@@ -37,12 +38,15 @@ class Attending(NamedTuple):
         dimensions, as ``native.split_rotated`` takes them.
     out_of : tuple of int
         Order of the dimensions of the kernel's result that makes it a result of the layer.
+    repeated : native.RepeatedAttention, optional
+        The kernel's launches, which ``native.cut_apply`` makes in place of :meth:`run` and :meth:`grad`.
     """
 
     kernel: Kernel
     scores: Scores
     split: tuple[Any, ...]
     out_of: tuple[int, ...]
+    repeated: native.RepeatedAttention | None = None
 
     def run(self, mixed: torch.Tensor, trains: bool) -> tuple[torch.Tensor, Any, Any]:
         """Attend; return merged heads, and tensors and sizes for backward."""
@@ -172,7 +176,7 @@ class KnownCall:
         The same of modules within.
     """
 
-    __slots__ = ("_between", "_block", "_call", "_has_angles", "_key", "_snapshot")
+    __slots__ = ("_between", "_block", "_call", "_has_angles", "_key", "_snapshot", "_uses")
 
     def __init__(
         self,
@@ -188,6 +192,7 @@ class KnownCall:
         self._call = call._replace(waves=None)
         self._between = between._replace(split=(None, *between.split[1:]))
         self._key = _key_of(hidden)
+        self._uses = _uses_of(hidden, call, between)
         self._snapshot = native.Snapshot(*owner, [*noted, *block.noted()])
 
     def __call__(
@@ -202,6 +207,8 @@ class KnownCall:
             or _key_of(hidden) != self._key
         ):
             return None
+        if self._uses is not None:
+            self._count(self._uses)
         between = self._between
         if angles is not None:
             waves = self._call.waves_of(hidden, angles)
@@ -209,6 +216,33 @@ class KnownCall:
                 return None
             between = between._replace(split=(_angles(waves), *between.split[1:]))
         return self._block(hidden, between, is_first_microbatch)
+
+    def _count(self, uses: Uses) -> None:
+        """Note a call, and take the launches once they are learned."""
+        uses.count()
+        if uses.is_settled:
+            self._between = self._between._replace(repeated=uses.repeated)
+            self._uses = None
+
+
+def _uses_of(hidden: torch.Tensor, call: SimpleCall, between: Attending) -> Uses | None:
+    """Return the calls of this kind; None if calls may have dropout."""
+    scores = between.scores
+    if scores.dropout != 0.0:
+        return None
+    kind = Kind(
+        kernel=between.kernel,
+        shape=hidden.shape[:-1],
+        dtype=hidden.dtype,
+        device=hidden.device,
+        heads=call.heads,
+        interleaved=call.interleaved,
+        orders=call.orders(),
+        is_causal=scores.rule.right == 0,
+        scale=scores.scale,
+        trains=torch.is_grad_enabled(),
+    )
+    return uses_of(kind)
 
 
 def _forwards() -> tuple[Any, ...]:

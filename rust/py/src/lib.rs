@@ -1,6 +1,7 @@
 //! `te_fast._native`: the dispatcher for Python. Functions here extract arguments, call the core and convert results;
 //! the logic is in `te_fast_core`.
 
+mod attention;
 mod autocast;
 mod direct;
 mod error;
@@ -17,6 +18,12 @@ use pyo3::prelude::*;
 /// interpreter must enable the GIL.
 #[pymodule(gil_used = true)]
 mod _native {
+    #[pymodule_export]
+    use crate::attention::observed::{
+        ObservedLaunches, RepeatedLaunches, learns_launches, observe_launches, repeat_launches,
+    };
+    #[pymodule_export]
+    use crate::attention::repeated::RepeatedAttention;
     #[pymodule_export]
     use crate::autocast::recipe::NativeRecipe;
     #[pymodule_export]

@@ -30,19 +30,33 @@ impl Captured {
         queue: &mut CudaQueue<'_>,
         launches: impl FnOnce(&mut CudaQueue<'_>) -> Result<()>,
     ) -> Result<Self> {
-        let calls = functions()?;
         let stream = queue.device.capture_stream()?;
-        let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
-        // SAFETY: the capture stream of this device, whose context is current; nothing is captured on it.
-        check("cuStreamBeginCapture", unsafe { (calls.cuStreamBeginCapture_v2)(stream.raw(), mode) })?;
         let own = std::mem::replace(&mut queue.stream, stream);
-        let launched = launches(queue);
+        let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        let captured = Self::on(stream, mode, || launches(queue));
         queue.stream = own;
+        let (launched, captured) = captured?;
+        launched.and(captured)
+    }
+
+    /// Captures what `work` sends to `stream`; returns what `work` does, and the launches.
+    ///
+    /// # Errors
+    /// The driver's refusal of a capture, in which case nothing ran, or of what was captured.
+    pub(crate) fn on<R>(
+        stream: Stream,
+        mode: CUstreamCaptureMode,
+        work: impl FnOnce() -> R,
+    ) -> Result<(R, Result<Self>)> {
+        let calls = functions()?;
+        // SAFETY: a stream of the device whose context is current; nothing is captured on it.
+        check("cuStreamBeginCapture", unsafe { (calls.cuStreamBeginCapture_v2)(stream.raw(), mode) })?;
+        let result = work();
         let mut graph: CUgraph = std::ptr::null_mut();
         // SAFETY: ends the capture that was begun above; writes one graph, or null if it was invalidated.
         let ended = check("cuStreamEndCapture", unsafe { (calls.cuStreamEndCapture)(stream.raw(), &raw mut graph) });
         let captured = Self { graph, calls };
-        launched.and(ended).map(|()| captured)
+        Ok((result, ended.map(|()| captured)))
     }
 
     /// Its nodes, if they run one after another; none if they do not.

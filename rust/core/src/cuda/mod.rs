@@ -5,7 +5,7 @@ pub mod device;
 mod functions;
 pub mod graph;
 pub mod images;
-mod learned;
+pub mod learned;
 pub mod lt;
 pub mod memory;
 pub mod tensor_map;

@@ -19,6 +19,8 @@ pub struct Counters {
     pub gemms: u64,
     /// Parts of them that were launched as learned, without cuBLASLt.
     pub learned_gemms: u64,
+    /// Forwards and backwards of attention that were launched as learned, without torch.
+    pub learned_attentions: u64,
     /// Plans found.
     pub plan_hits: u64,
     /// Plans built.
@@ -39,6 +41,7 @@ impl Counters {
             launches: self.launches - before.launches,
             gemms: self.gemms - before.gemms,
             learned_gemms: self.learned_gemms - before.learned_gemms,
+            learned_attentions: self.learned_attentions - before.learned_attentions,
             plan_hits: self.plan_hits - before.plan_hits,
             plan_misses: self.plan_misses - before.plan_misses,
             guard_switches: self.guard_switches - before.guard_switches,
@@ -52,6 +55,7 @@ impl Counters {
         self.launches += other.launches;
         self.gemms += other.gemms;
         self.learned_gemms += other.learned_gemms;
+        self.learned_attentions += other.learned_attentions;
         self.plan_hits += other.plan_hits;
         self.plan_misses += other.plan_misses;
         self.guard_switches += other.guard_switches;

@@ -6,6 +6,7 @@ pub mod activation_backward;
 pub mod activation_groups;
 pub mod affine;
 pub mod amax;
+pub mod attention;
 pub mod cast;
 pub mod cast_block;
 pub mod cast_current;

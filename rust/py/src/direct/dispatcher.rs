@@ -33,6 +33,7 @@ pub(crate) fn counters(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
         ("launches", counters.launches),
         ("gemms", counters.gemms),
         ("learned_gemms", counters.learned_gemms),
+        ("learned_attentions", counters.learned_attentions),
         ("plan_hits", counters.plan_hits),
         ("plan_misses", counters.plan_misses),
         ("guard_switches", counters.guard_switches),

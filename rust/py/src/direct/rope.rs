@@ -70,17 +70,17 @@ pub(crate) fn rotate(
 }
 
 /// Cosines and signed sines of queries, then of keys.
-type WaveTensors<'py> = (Bound<'py, PyAny>, Bound<'py, PyAny>, Bound<'py, PyAny>, Bound<'py, PyAny>);
+pub(crate) type WaveTensors<'py> = (Bound<'py, PyAny>, Bound<'py, PyAny>, Bound<'py, PyAny>, Bound<'py, PyAny>);
 /// An order of four dimensions, as `torch.Tensor.permute` takes it.
-type Order = (usize, usize, usize, usize);
+pub(crate) type Order = (usize, usize, usize, usize);
 /// Heads of queries, groups, channels, and whether the columns are grouped: `te_fast.attention.rope.Heads`.
-type Heads = (i64, i64, i64, bool);
+pub(crate) type Heads = (i64, i64, i64, bool);
 
-fn packed((queries, groups, channels, is_grouped): Heads) -> PyResult<PackedHeads> {
+pub(crate) fn packed((queries, groups, channels, is_grouped): Heads) -> PyResult<PackedHeads> {
     PackedHeads::new([queries, groups, channels], is_grouped).python()
 }
 
-fn read_waves<'a>(call: &DirectCall<'_, '_>, waves: Option<&'a WaveTensors<'_>>) -> PyResult<Waves<'a>> {
+pub(crate) fn read_waves<'a>(call: &DirectCall<'_, '_>, waves: Option<&'a WaveTensors<'_>>) -> PyResult<Waves<'a>> {
     let Some((q_cos, q_sin, k_cos, k_sin)) = waves else { return Ok(None) };
     let read = |wave| -> PyResult<TensorView<'a>> {
         let view = view_of(&call.state.reader, wave, "cosines and sines").python()?;

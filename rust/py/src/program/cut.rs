@@ -5,7 +5,8 @@
 //!
 //! Autograd does not see inside of the node. The function is therefore an object with a backward of its own:
 //! `run(x, trains)` returns its result, tensors to save and any object, and `grad(object, tensors, grad)` returns the
-//! gradient of `x`.
+//! gradient of `x`. Where the launches of the function are known, its `repeated` is the [`RepeatedAttention`] that makes
+//! them, and its `split` begins with cosines and sines or None; then a call does not run Python between the programs.
 
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -13,9 +14,12 @@ use pyo3::types::{PyBool, PyTuple};
 use pyo3::{PyTraverseError, PyVisit};
 use smallvec::SmallVec;
 use te_fast_core::Error;
+use te_fast_core::launch::trace::Recording;
 use te_fast_core::quant::weight::Microbatch;
 use te_fast_core::recipe::region::Region;
 
+use crate::attention::repeated::RepeatedAttention;
+use crate::direct::rope::WaveTensors;
 use crate::error::named;
 use crate::hooks::hooks;
 use crate::program::backward::{ProgramSaved, gradients};
@@ -129,7 +133,7 @@ pub(crate) struct CutSaved {
     first: Option<ProgramSaved>,
     second: ProgramSaved,
     between: Py<PyAny>,
-    /// The object that `between` keeps.
+    /// The object that `between` keeps; what made the launches in its place, if something did.
     kept: Py<PyAny>,
     /// Saved tensors of the first program and of the function.
     counts: [usize; 2],
@@ -237,8 +241,7 @@ fn run<'py>(
         PyResult::Ok((done.y, left))
     };
     let (middle, first) = forward(&cut.first, x, &[], (of_first, of_first && needs.input, false))?;
-    let between = cut.between.bind(py).call_method1(intern!(py, "run"), (middle, saves && of_first))?;
-    let (middle, tensors, kept) = between.extract::<(Bound<'py, PyAny>, Bound<'py, PyTuple>, Bound<'py, PyAny>)>()?;
+    let (middle, tensors, kept) = run_between(state, cut.between.bind(py), middle, saves && of_first)?;
     let wants = (of_first || of_second, of_first, needs.input);
     let (y, second) = forward(&cut.second, &middle, std::slice::from_ref(x), wants)?;
     let left = second.map(|second| {
@@ -246,6 +249,48 @@ fn run<'py>(
         Left { first, second, tensors, kept }
     });
     Ok((y, left))
+}
+
+/// Runs the function between the programs: its result, tensors to save, and what its backward gets beside them.
+#[inline]
+fn run_between<'py>(
+    state: &State,
+    between: &Bound<'py, PyAny>,
+    x: Bound<'py, PyAny>,
+    trains: bool,
+) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyTuple>, Bound<'py, PyAny>)> {
+    let py = x.py();
+    let repeated = between.getattr(intern!(py, "repeated"))?;
+    if let Ok(repeated) = repeated.cast::<RepeatedAttention>() {
+        let attention = repeated.get();
+        let is_recorded = state.dispatcher(py)?.0.trace.recording() != Recording::Off;
+        if attention.trains() == trains && !is_recorded && attention.takes(state, &x) {
+            let attended = attention.forward(state, &x, waves_of(between)?.as_ref())?;
+            let saved = attended.saved(py)?;
+            return Ok((attended.context, saved, repeated.clone().into_any()));
+        }
+    }
+    between.call_method1(intern!(py, "run"), (x, trains))?.extract()
+}
+
+/// The cosines and sines of the function between the programs.
+fn waves_of<'py>(between: &Bound<'py, PyAny>) -> PyResult<Option<WaveTensors<'py>>> {
+    between.getattr(intern!(between.py(), "split"))?.get_item(0)?.extract()
+}
+
+/// The gradient of the argument of [`run_between`].
+fn grad_between<'py>(
+    state: &State,
+    saved: &CutSaved,
+    tensors: Bound<'py, PyTuple>,
+    grad: Bound<'py, PyAny>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let py = grad.py();
+    let (between, kept) = (saved.between.bind(py), saved.kept.bind(py));
+    if let Ok(attention) = kept.cast::<RepeatedAttention>() {
+        return attention.get().backward(state, &tensors, &grad, waves_of(between)?.as_ref());
+    }
+    between.call_method1(intern!(py, "grad"), (kept, tensors, grad))
 }
 
 fn left<'py>(call: &Call<'_, 'py>, done: &mut Done<'py>) -> PyResult<(ProgramSaved, Bound<'py, PyTuple>)> {
@@ -306,8 +351,7 @@ pub(crate) fn cut_backward<'py>(ctx: &Bound<'py, PyAny>, grad: &Bound<'py, PyAny
     let (input, params) = match (&saved.first, second.input) {
         (Some(first), Some(middle)) => {
             let own = tensors.get_slice(of_first, behind);
-            let arguments = (saved.kept.bind(py), own, middle);
-            let middle = saved.between.bind(py).call_method1(intern!(py, "grad"), arguments)?;
+            let middle = grad_between(state, saved, own, middle)?;
             // Without a gradient of the input, that of the residual connection is not read.
             let residual = residual.unwrap_or_else(|| grad.clone());
             let first = gradients(state, first, &tensors.get_slice(0, of_first), &[middle, residual])?;

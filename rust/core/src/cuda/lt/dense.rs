@@ -16,7 +16,7 @@ use crate::base::dtype::DType;
 use crate::base::error::{Error, ErrorKind, Result};
 use crate::base::pointer::DevPtr;
 use crate::cuda::device::{CudaQueue, Stream};
-use crate::cuda::learned::Learned;
+use crate::cuda::learned::invented::Learned;
 use crate::cuda::lt::api::{
     ANY_ADDRESS, CublasLt, Descriptors, HeuristicResult, NOT_SUPPORTED, Status, check, failure,
 };

@@ -1,0 +1,4 @@
+//! Attention by the launches of torch's kernels, without torch.
+
+pub(crate) mod observed;
+pub(crate) mod repeated;
