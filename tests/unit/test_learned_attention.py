@@ -1,6 +1,7 @@
 """Which calls of attention are learned, and when. `tests/gpu/test_learned_attention.py` has the launches."""
 
-import os
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 import te_fast
 import te_fast.pytorch as te
 from te_fast.attention import learned
-from te_fast.attention.learned import Kind, Uses, uses_of
+from te_fast.attention.block import Attending
+from te_fast.attention.learned import Kind, Uses
 from te_fast.attention.rope import Heads
 from te_fast.runtime import native
 
@@ -18,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("_own_state")
 
 @pytest.fixture
 def _own_state(monkeypatch):
-    for name in ("_uses", "_learned", "_threads"):
+    for name in ("_learned", "_threads"):
         monkeypatch.setattr(learned, name, type(getattr(learned, name))())
 
 
@@ -73,13 +75,12 @@ def tasks(monkeypatch):
         return "launches"
 
     monkeypatch.setattr(learned, "learn", learn)
-    monkeypatch.setattr(Kind, "can_be_learned", lambda _: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return found
 
 
 def test_a_kind_is_learned_once_after_enough_calls(tasks):
-    uses = uses_of(kind())
+    uses = Uses(kind())
     for _ in range(learned.CALLS - 1):
         uses.count()
     assert not uses.is_settled
@@ -91,13 +92,11 @@ def test_a_kind_is_learned_once_after_enough_calls(tasks):
     assert [of for of, _ in tasks] == [kind()]
     # torch's kernels live as long as this thread.
     assert tasks[0][1] == "te_fast attention"
-    assert uses_of(kind()) is uses
-    assert uses_of(kind(trains=False)) is not uses
 
 
 def test_nothing_is_learned_under_capture(tasks, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    uses = uses_of(kind())
+    uses = Uses(kind())
     for _ in range(2 * learned.CALLS):
         uses.count()
     assert not uses.is_settled
@@ -110,21 +109,48 @@ def test_nothing_is_learned_under_capture(tasks, monkeypatch):
 def test_a_process_learns_a_limited_number_of_kinds(tasks, monkeypatch):
     monkeypatch.setattr(learned, "CALLS", 1)
     monkeypatch.setattr(learned, "KINDS", 3)
-    found = [uses_of(kind(scale=float(number))) for number in range(5)]
+    found = [Uses(kind(scale=float(number))) for number in range(5)]
     for uses in found:
         uses.count()
     assert [uses.repeated for uses in found] == ["launches"] * 3 + [None] * 2
     assert all(uses.is_settled for uses in found)
-    for number in range(100):
-        uses_of(kind(scale=float(number)))
-    assert len(learned._uses) <= 4 * learned.KINDS
 
 
-def test_a_kind_that_cannot_be_learned_is_settled_at_once():
-    uses = Uses(kind(device=torch.device("cpu")))
+def test_a_failure_settles_the_kind(tasks, monkeypatch):
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(learned, "learn", interrupted)
+    monkeypatch.setattr(learned, "CALLS", 1)
+    uses = Uses(kind())
+    with pytest.raises(KeyboardInterrupt):
+        uses.count()
     assert uses.is_settled
-    uses.count()
     assert uses.repeated is None
+    uses.count()
+
+
+def test_other_threads_go_on_while_one_learns(tasks, monkeypatch):
+    may_end, has_begun = threading.Event(), threading.Event()
+
+    def learn(kind):
+        has_begun.set()
+        assert may_end.wait(60)
+        return "launches"
+
+    monkeypatch.setattr(learned, "learn", learn)
+    monkeypatch.setattr(learned, "CALLS", 1)
+    uses = Uses(kind())
+    first = threading.Thread(target=uses.count)
+    first.start()
+    assert has_begun.wait(60)
+    uses.count()
+    # Nothing is settled before the launches are known: a later call must get them.
+    assert not uses.is_settled
+    may_end.set()
+    first.join()
+    assert uses.is_settled
+    assert uses.repeated == "launches"
 
 
 def test_the_thread_outlives_failures():
@@ -140,9 +166,7 @@ def test_the_thread_outlives_failures():
     assert first == thread.run(threading.get_ident) != threading.get_ident()
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_process_makes_a_thread_of_its_own():
-    learned._thread()
     code = (
         "import os, te_fast.pytorch, torch\n"
         "from te_fast.attention import learned\n"
@@ -152,9 +176,6 @@ def test_a_forked_process_makes_a_thread_of_its_own():
         "    os._exit(learned._thread().run(lambda: 5))\n"
         "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5\n"
     )
-    import subprocess
-    import sys
-
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
@@ -165,6 +186,17 @@ def test_layers_on_the_host_run_as_before(monkeypatch):
     x = torch.randn(2, 16, 64)
     results = [layer(x) for _ in range(5)]
     assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_a_call_takes_the_launches_once_they_are_known(tasks, monkeypatch):
+    monkeypatch.setattr(learned, "CALLS", 2)
+    uses = Uses(kind())
+    attending = Attending(None, None, (None,), (), uses)
+    assert attending.counted() is attending
+    settled = attending.counted()
+    assert settled.uses is None
+    assert settled.repeated == "launches"
+    assert settled.counted() is settled
 
 
 def test_launches_of_the_host_cannot_be_observed():

@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from te_fast.attention.choice import choice_for, switches
 from te_fast.attention.dot_product import DotProductAttention, recipe_for_fp8
-from te_fast.attention.kernels import Kernel, kernel_for, switches
-from te_fast.attention.learned import Kind, Uses, uses_of
+from te_fast.attention.kernels import Kernel
+from te_fast.attention.learned import Uses
 from te_fast.attention.multi_head import MultiheadAttention
 from te_fast.attention.rope import Waves, are_native
 from te_fast.attention.scores import Scores
@@ -38,15 +39,26 @@ class Attending(NamedTuple):
         dimensions, as ``native.split_rotated`` takes them.
     out_of : tuple of int
         Order of the dimensions of the kernel's result that makes it a result of the layer.
+    uses : Uses, optional
+        The calls so far, until the kernel's launches are known.
     repeated : native.RepeatedAttention, optional
-        The kernel's launches, which ``native.cut_apply`` makes in place of :meth:`run` and :meth:`grad`.
+        The launches, which ``native.cut_apply`` makes in place of :meth:`run` and :meth:`grad`.
     """
 
     kernel: Kernel
     scores: Scores
     split: tuple[Any, ...]
     out_of: tuple[int, ...]
+    uses: Uses | None = None
     repeated: native.RepeatedAttention | None = None
+
+    def counted(self) -> Attending:
+        """Note a call of a kernel whose launches may become known; return how it runs."""
+        uses = self.uses
+        if uses is None:
+            return self
+        uses.count()
+        return self._replace(uses=None, repeated=uses.repeated) if uses.is_settled else self
 
     def run(self, mixed: torch.Tensor, trains: bool) -> tuple[torch.Tensor, Any, Any]:
         """Attend; return merged heads, and tensors and sizes for backward."""
@@ -125,12 +137,14 @@ class Block:
         call : SimpleCall
             How the layer attends.
         """
-        into, out_of = call.orders()
-        kernel = kernel_for(hidden, call.heads, into, call.scores, trains=torch.is_grad_enabled())
-        if kernel is None:
+        orders = into, out_of = call.orders()
+        how = {"interleaved": call.interleaved, "trains": torch.is_grad_enabled()}
+        choice = choice_for(hidden, call.heads, orders, call.scores, **how)
+        if choice is None:
             return None
         split = (_angles(call.waves), call.heads, call.interleaved, into)
-        return Attending(kernel, call.scores, split, out_of)
+        found = Attending(choice.kernel, call.scores, split, out_of, choice.uses)
+        return found if choice.uses is None else found.counted()
 
     def __call__(
         self, hidden: torch.Tensor, between: Attending, is_first_microbatch: bool | None
@@ -176,7 +190,7 @@ class KnownCall:
         The same of modules within.
     """
 
-    __slots__ = ("_between", "_block", "_call", "_has_angles", "_key", "_snapshot", "_uses")
+    __slots__ = ("_between", "_block", "_call", "_has_angles", "_key", "_snapshot")
 
     def __init__(
         self,
@@ -192,7 +206,6 @@ class KnownCall:
         self._call = call._replace(waves=None)
         self._between = between._replace(split=(None, *between.split[1:]))
         self._key = _key_of(hidden)
-        self._uses = _uses_of(hidden, call, between)
         self._snapshot = native.Snapshot(*owner, [*noted, *block.noted()])
 
     def __call__(
@@ -207,42 +220,15 @@ class KnownCall:
             or _key_of(hidden) != self._key
         ):
             return None
-        if self._uses is not None:
-            self._count(self._uses)
         between = self._between
+        if between.uses is not None:
+            between = self._between = between.counted()
         if angles is not None:
             waves = self._call.waves_of(hidden, angles)
             if not are_native(hidden, *waves[0], *waves[1]):
                 return None
             between = between._replace(split=(_angles(waves), *between.split[1:]))
         return self._block(hidden, between, is_first_microbatch)
-
-    def _count(self, uses: Uses) -> None:
-        """Note a call, and take the launches once they are learned."""
-        uses.count()
-        if uses.is_settled:
-            self._between = self._between._replace(repeated=uses.repeated)
-            self._uses = None
-
-
-def _uses_of(hidden: torch.Tensor, call: SimpleCall, between: Attending) -> Uses | None:
-    """Return the calls of this kind; None if calls may have dropout."""
-    scores = between.scores
-    if scores.dropout != 0.0:
-        return None
-    kind = Kind(
-        kernel=between.kernel,
-        shape=hidden.shape[:-1],
-        dtype=hidden.dtype,
-        device=hidden.device,
-        heads=call.heads,
-        interleaved=call.interleaved,
-        orders=call.orders(),
-        is_causal=scores.rule.right == 0,
-        scale=scores.scale,
-        trains=torch.is_grad_enabled(),
-    )
-    return uses_of(kind)
 
 
 def _forwards() -> tuple[Any, ...]:

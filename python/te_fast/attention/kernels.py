@@ -12,12 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from te_fast.attention.rope import Heads
-from te_fast.attention.scores import Scores
-
 _ATEN = torch.ops.aten
-#: Kinds of calls whose kernel is remembered.
-_KINDS = 256
 
 Tensors = tuple[torch.Tensor | None, ...]
 
@@ -128,79 +123,6 @@ def _cudnn() -> Kernel | None:
 
 
 #: The kernels by torch's numbers of them (`torch.nn.attention.SDPBackend`), on a GPU.
-_ON_GPUS = {1: _flash, 3: _cudnn}
-
-_chosen: dict[Any, Kernel | None] = {}
-_order_of_kernels: Callable[[], Any] = getattr(torch._C, "_get_sdp_priority_order", tuple)
-
-
-def switches() -> tuple[Any, ...]:
-    """Return what the user has allowed torch to choose."""
-    native = torch._C
-    return (
-        native._get_flash_sdp_enabled(),
-        native._get_mem_efficient_sdp_enabled(),
-        native._get_math_sdp_enabled(),
-        native._get_cudnn_sdp_enabled(),
-        native._get_deterministic_algorithms(),
-        *_order_of_kernels(),
-    )
-
-
-def kernel_for(
-    hidden: torch.Tensor, heads: Heads, order: tuple[int, ...], scores: Scores, *, trains: bool
-) -> Kernel | None:
-    """Return the kernel that torch chooses for self attention.
-
-    Parameters
-    ----------
-    hidden : torch.Tensor
-        ``(s, b, hidden)`` or ``(b, s, hidden)``, the input of the layer that computes queries, keys and values.
-    heads : Heads
-        The columns of this layer's result.
-    order : tuple of int
-        Order of the dimensions, as :meth:`torch.Tensor.permute` takes it, that makes heads ``(b, heads, s, d)``.
-    scores : Scores
-        How scores are computed.
-    trains : bool
-        Whether a backward follows.
-
-    Returns
-    -------
-    Kernel, optional
-        None if torch chooses one that is not called without autograd.
-    """
-    causal = scores.rule.right == 0
-    kind = (hidden.shape, hidden.dtype, hidden.device, heads, order, causal, scores.dropout > 0.0)
-    key = (*kind, trains, scores.scale, *switches())
-    try:
-        return _chosen[key]
-    except KeyError:
-        pass
-    if len(_chosen) >= _KINDS:
-        _chosen.clear()
-    found = _chosen[key] = _choose(hidden, heads, order, scores, trains)
-    return found
-
-
-def _choose(
-    hidden: torch.Tensor, heads: Heads, order: tuple[int, ...], scores: Scores, trains: bool
-) -> Kernel | None:
-    columns = (heads.queries + 2 * heads.groups) * heads.channels
-    if heads.channels % 8 != 0 and hidden.is_cuda:
-        return None  # torch pads channels
-    mixed = torch.empty(*hidden.shape[:-1], columns, dtype=hidden.dtype, device=hidden.device)
-    q, k, v = (part.permute(order).requires_grad_(trains) for part in heads.split(mixed))
-    number = torch._fused_sdp_choice(
-        q,
-        k,
-        v,
-        dropout_p=scores.dropout,
-        is_causal=scores.rule.right == 0,
-        scale=scores.scale,
-        enable_gqa=heads.queries != heads.groups,
-    )
-    if hidden.is_cuda:
-        kernel = _ON_GPUS.get(number)
-        return None if kernel is None else kernel()
-    return _on_the_host() if number == 1 else None
+ON_GPUS = {1: _flash, 3: _cudnn}
+#: The number and the kernel on the host.
+ON_THE_HOST = {1: _on_the_host}

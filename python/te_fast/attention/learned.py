@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from te_fast.attention.kernels import Kernel, switches
+from te_fast.attention.kernels import Kernel
 from te_fast.attention.rope import Heads
 from te_fast.errors import TeFastError
 from te_fast.runtime import native
@@ -99,46 +99,32 @@ class Uses:
         The kind.
     """
 
-    __slots__ = ("_calls", "_kind", "is_settled", "repeated")
+    __slots__ = ("_calls", "_is_under_way", "_kind", "is_settled", "repeated")
 
     def __init__(self, kind: Kind) -> None:
-        self._kind, self._calls = kind, 0
+        self._kind, self._calls, self._is_under_way = kind, 0, False
         self.repeated: native.RepeatedAttention | None = None
         #: Whether the launches are known, or will never be.
-        self.is_settled = not kind.can_be_learned()
+        self.is_settled = False
 
     def count(self) -> None:
         """Note a call; learn after enough of them."""
         self._calls += 1
         if self.is_settled or self._calls < CALLS or torch.cuda.is_current_stream_capturing():
             return
-        self.is_settled = True
-        if len(_learned) >= KINDS:
+        if self._is_under_way:  # in another thread
             return
-        self.repeated = _thread().run(lambda: learn(self._kind))
+        self._is_under_way = True
+        try:
+            if len(_learned) < KINDS:
+                self.repeated = _thread().run(partial(learn, self._kind))
+        finally:
+            self.is_settled = True
         if self.repeated is not None:
             _learned.append(self.repeated)
 
 
 _learned: list[native.RepeatedAttention] = []
-_uses: dict[Any, Uses] = {}
-
-
-def uses_of(kind: Kind) -> Uses:
-    """Return the calls of a kind, which all layers share.
-
-    Parameters
-    ----------
-    kind : Kind
-        The kind.
-    """
-    key = (kind, switches())
-    found = _uses.get(key)
-    if found is None:
-        if len(_uses) >= 4 * KINDS:
-            _uses.clear()
-        found = _uses[key] = Uses(kind)
-    return found
 
 
 def learn(kind: Kind) -> native.RepeatedAttention | None:
