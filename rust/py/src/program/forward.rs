@@ -34,7 +34,7 @@ use crate::program::tensors::{Flags, Objects, Tensors, float, requires_grad, sam
 use crate::program::together::{self, Source};
 use crate::program::transfers::Transfers;
 use crate::program::weight::{OpSlots, WeightHandle, recycle, reusable, storage_of};
-use crate::program::weight_memory::{CachedWeight, for_backward, make_weight};
+use crate::program::weight_memory::{CachedWeight, Wanted, for_backward, make_weight};
 use crate::tensor::given::GivenWeight;
 use crate::tensor::handed::{Made, Stamp};
 use crate::tensor::value::QuantizedValue;
@@ -530,7 +530,7 @@ impl<'a, 'py> Call<'a, 'py> {
                 let parameter = copied.map_or(&self.params[param], |(_, first)| first.bind(py));
                 let storage = storage_of(state, weight, parameter)?;
                 let former = if skippable { None } else { recycle(weight, (place, capturing))? };
-                let made = make_weight(py, state, storage, record, former)?;
+                let made = make_weight(py, state, Wanted { storage, record, former })?;
                 (Arc::new(made), Some(param))
             };
             let quantized = Some(quantized);

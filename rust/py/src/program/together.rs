@@ -24,7 +24,9 @@ use crate::hooks::hooks;
 use crate::program::member::{Alive, Joining, Member};
 use crate::program::parts::Joined;
 use crate::program::weight::{OpSlots, WeightHandle, recycle};
-use crate::program::weight_memory::{CachedWeight, WeightMemory, is_gone, make_weight, share_with, weight_buffer};
+use crate::program::weight_memory::{
+    CachedWeight, Wanted, WeightMemory, is_gone, make_weights, share_with, weight_buffer,
+};
 use crate::torch::process::State;
 use crate::torch::reader::instance_dict;
 
@@ -162,22 +164,21 @@ fn launch(
     if due.len() < 2 {
         return Ok(());
     }
-    let mut made = Vec::with_capacity(due.len());
+    let mut wanted = Vec::with_capacity(due.len());
     for due in &due {
         let former = recycle(&due.alive.handle, (kind.place, false))?;
-        let storage = due.storage.clone_ref(py);
-        match make_weight(py, state, storage, due.record, former) {
-            Ok(weight) => made.push(Arc::new(weight)),
-            Err(error) if is_out_of_memory(py, &error) => {
-                drop(made);
-                if let Ok(mut together) = TOGETHER.try_lock() {
-                    together.refuse(kind);
-                }
-                return Ok(());
-            }
-            Err(error) => return Err(error.into()),
-        }
+        wanted.push(Wanted { storage: due.storage.clone_ref(py), record: due.record, former });
     }
+    let made: Vec<_> = match make_weights(py, state, wanted) {
+        Ok(made) => made.into_iter().map(Arc::new).collect(),
+        Err(error) if is_out_of_memory(py, &error) => {
+            if let Ok(mut together) = TOGETHER.try_lock() {
+                together.refuse(kind);
+            }
+            return Ok(());
+        }
+        Err(error) => return Err(error.into()),
+    };
     run_at_end(forget_unused);
     run(state, py, kind.place, cast, (&due, &made))?;
     let (mut formers, mut launched) = (Vec::<Former<WeightMemory>>::new(), Vec::with_capacity(due.len()));

@@ -298,11 +298,6 @@ impl Held {
         self.tensor.bind(py)
     }
 
-    /// A new tensor on the same memory, for other owners.
-    pub(crate) fn shared<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        self.tensor.bind(py).call_method0("detach")
-    }
-
     /// Keeps the memory alive until the work of `stream`, which did not allocate it, is done.
     pub(crate) fn record_stream(&self, stream: &Bound<'_, PyAny>) -> PyResult<()> {
         self.tensor.bind(stream.py()).call_method1("record_stream", (stream,)).map(drop)
