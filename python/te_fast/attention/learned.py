@@ -85,7 +85,7 @@ class Kind(NamedTuple):
             and (not heads.is_grouped or heads.queries == heads.groups)
             and self.shape.numel() * heads.columns * self.dtype.itemsize <= LIMIT
             and native.learns_launches()
-            # An older torch has no pools of memory that belong to one thread.
+            # torch before 2.8 has no pools of memory that belong to one thread.
             and hasattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool")
         )
 
@@ -136,8 +136,9 @@ def learn(kind: Kind) -> native.RepeatedAttention | None:
         The kind.
     """
     with torch.cuda.device(kind.device), torch.no_grad():
-        pool: Any = torch.cuda.MemPool()
+        pool: Any = None
         try:
+            pool = torch.cuda.MemPool()
             found = _observe_in(pool, kind)
         except (RuntimeError, TypeError, ValueError, TeFastError):
             # Whatever torch cannot do under capture, or has no memory for, runs through torch as before.
@@ -145,7 +146,7 @@ def learn(kind: Kind) -> native.RepeatedAttention | None:
         except BaseException:
             _pools.append(pool)
             raise
-        if any(segment["allocated_size"] for segment in torch.cuda.memory_snapshot(pool.id)):
+        if pool is not None and any(segment["allocated_size"] for segment in pool.snapshot()):
             _pools.append(pool)
         return found
 

@@ -51,6 +51,7 @@ def counters() -> dict[str, int]:
     -------
     dict
         ``launches``, ``gemms``, ``learned_gemms`` (those launched without cuBLASLt, as learned from it),
+        ``learned_attentions`` (forwards and backwards of attention without torch, as learned from it),
         ``plan_hits``, ``plan_misses``, ``guard_switches``, ``weight_casts`` and ``allocations`` (private device
         buffers; torch's are not counted).
 
