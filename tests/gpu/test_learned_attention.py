@@ -11,6 +11,7 @@ import threading
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import te_fast.pytorch as te
 from te_fast import dispatch
@@ -120,6 +121,21 @@ def test_results_are_those_of_torch(case, rotates):
         for mine, other in zip(grads, theirs[0][2], strict=True):
             assert torch.isfinite(mine).all()
             assert distance(mine, other) <= 4 * spread + 2e-3
+
+
+@pytest.mark.parametrize("length", [128, 512])
+def test_flash_attention_gives_its_results(length):
+    layer = layer_of(self_attn_mask_type="causal")
+    x = tokens(1, length)
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
+        theirs = [step(layer, x) for _ in range(CALLS - 1)]
+        # Whether the launches can be learned depends on the memory that torch's kernel asks for.
+        ours = [step(layer, x) for _ in range(4)]
+    for y, of_x, grads in ours:
+        assert torch.equal(y, theirs[0][0])
+        assert distance(of_x, theirs[0][1]) < 1e-2
+        for mine, other in zip(grads, theirs[0][2], strict=True):
+            assert distance(mine, other) < 1e-2
 
 
 def test_regions_and_inference():

@@ -243,36 +243,29 @@ def _repeated(
     given: list[list[torch.Tensor]],
 ) -> tuple[native.RepeatedLaunches | None, list[torch.Tensor]]:
     """Return the launches that calls have in common, and the results of the first."""
-    captures, kept, bytes_of_workspace = [], [], []
+    captures, kept, sizes, blocks = [], [], [], []
     for call, tensors in zip(calls, given, strict=True):
         before = _allocated()
         result, observed = native.observe_launches(tensors[0], call)
         if observed is None:
             return None, []
-        results = results_of(result)
+        size, count = (now - then for now, then in zip(_allocated(), before, strict=True))
         # What the call has allocated beside its results, it has freed again: its workspace.
-        made = {tensor.data_ptr(): tensor for tensor in _tensors_in(result)}
-        bytes_of_workspace.append(
-            _allocated() - before - sum(map(_bytes_in_allocator, made.values()))
-        )
-        captures.append((observed, [*tensors, *results]))
+        made = {tensor.untyped_storage().data_ptr(): tensor for tensor in _tensors_in(result)}
+        sizes.append(max(size - sum(map(_bytes_in_allocator, made.values())), 0))
+        blocks.append(count - len(made))
+        captures.append((observed, [*tensors, *results_of(result)]))
         # Another call gets other memory while this call's lives.
-        kept.append(
-            (
-                result,
-                torch.empty(
-                    max(bytes_of_workspace[-1], 1), dtype=torch.uint8, device=tensors[0].device
-                ),
-            )
-        )
-    workspace = max(min(bytes_of_workspace), 0)
-    return native.repeat_launches(captures, workspace), captures[0][1][len(given[0]) :]
+        device = tensors[0].device
+        kept.append((result, torch.empty(sizes[-1], dtype=torch.uint8, device=device)))
+    launches = native.repeat_launches(captures, (min(sizes), max(*blocks, 0)))
+    return launches, captures[0][1][len(given[0]) :]
 
 
-def _allocated() -> int:
-    """Return the bytes that torch has allocated since the process began."""
-    found: int = torch.cuda.memory_stats()["allocated_bytes.all.allocated"]
-    return found
+def _allocated() -> tuple[int, int]:
+    """Return the bytes and the number of the blocks that torch has allocated since the process began."""
+    stats = torch.cuda.memory_stats()
+    return stats["allocated_bytes.all.allocated"], stats["allocation.all.allocated"]
 
 
 def _tensors_in(result: Any) -> list[torch.Tensor]:

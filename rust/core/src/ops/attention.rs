@@ -196,7 +196,7 @@ mod tests {
     use super::*;
 
     fn layout(sizes: [i64; 4], strides: [i64; 4]) -> Option<GradLayout> {
-        GradLayout::of(&TensorView::new(DevPtr::null(), Device::Cpu, DType::BF16, &sizes, Some(&strides))?)
+        GradLayout::of(&TensorView::new(DevPtr::null(), Device::Cpu, DType::Bf16, &sizes, Some(&strides))?)
     }
 
     #[test]
@@ -214,7 +214,7 @@ mod tests {
         assert_eq!(layout([2, 4, 8, 16], [1536, 16, 192, 1]), None);
         assert_eq!(layout([2, 4, 8, 16], [0, 16, 64, 1]), None);
         assert_eq!(layout([2, 4, 8, 16], [512, 128, 16, 2]), None);
-        let three = TensorView::new(DevPtr::null(), Device::Cpu, DType::BF16, &[4, 8, 16], None);
+        let three = TensorView::new(DevPtr::null(), Device::Cpu, DType::Bf16, &[4, 8, 16], None);
         assert_eq!(three.and_then(|view| GradLayout::of(&view)), None);
     }
 }

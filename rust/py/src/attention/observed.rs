@@ -66,14 +66,15 @@ pub(crate) fn observe_launches<'py>(
     Ok((result?, observed.map(|observed| ObservedLaunches(Mutex::new(Some(observed))))))
 }
 
-/// The launches that captures have in common, each given with the tensors of its call; None if they have none.
+/// The launches that captures have in common, each given with the tensors of its call; None if they have none. The
+/// workspace is its bytes and the number of its blocks.
 #[pyfunction]
-#[pyo3(signature = (captures, workspace_bytes, /))]
+#[pyo3(signature = (captures, workspace, /))]
 #[expect(clippy::needless_pass_by_value, reason = "PyO3 extracts lists by value")]
 pub(crate) fn repeat_launches(
     py: Python<'_>,
     captures: Vec<(PyRef<'_, ObservedLaunches>, Vec<Bound<'_, PyAny>>)>,
-    workspace_bytes: usize,
+    workspace: (usize, usize),
 ) -> PyResult<Option<RepeatedLaunches>> {
     let state = state(py)?;
     let mut all = Vec::with_capacity(captures.len());
@@ -84,7 +85,7 @@ pub(crate) fn repeat_launches(
         let spans = tensors.iter().map(|tensor| span(state, tensor)).collect::<PyResult<_>>()?;
         all.push((observed, spans));
     }
-    Ok(Repeated::of(all, workspace_bytes).map(|launches| RepeatedLaunches(Mutex::new(Some(launches)))))
+    Ok(Repeated::of(all, workspace).map(|launches| RepeatedLaunches(Mutex::new(Some(launches)))))
 }
 
 /// Whether launches are learned at all.

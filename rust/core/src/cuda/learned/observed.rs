@@ -4,7 +4,8 @@
 //! launches' parameters must be a number that never differs, or an address at the same place of the same tensor, or of the
 //! workspace. The workspace is memory that the call has allocated and freed again: whatever the driver knows as memory, and
 //! no tensor has. Its words must lie no further apart than the bytes that the call has allocated. Later calls
-//! write the addresses of their own tensors and workspace into the parameters.
+//! write the addresses of their own tensors and workspace into the parameters. If the workspace has several blocks, nobody
+//! knows where each ends, and a later call's workspace has room for all of them behind the last word.
 
 use std::ffi::c_void;
 
@@ -63,13 +64,15 @@ pub struct Repeated {
 
 impl Repeated {
     /// The launches that [`CAPTURES`] captures have in common. Each comes with the memory of the call's tensors, in one
-    /// order. None if the captures differ in anything but addresses.
+    /// order. `workspace` is the bytes of the workspace, and the number of its blocks. None if the captures differ in
+    /// anything but addresses.
     #[must_use]
-    pub fn of(captures: Vec<(Observed, Vec<Span>)>, workspace_bytes: usize) -> Option<Self> {
+    pub fn of(captures: Vec<(Observed, Vec<Span>)>, workspace: (usize, usize)) -> Option<Self> {
         let calls = functions().ok()?;
         let captures: Vec<_> = captures.into_iter().map(|(observed, spans)| (observed.0, spans)).collect();
-        let rules = rules_of(&captures, workspace_bytes as u64, |address| is_memory(calls, address))?;
+        let rules = rules_of(&captures, workspace.0 as u64, |address| is_memory(calls, address))?;
         let (steps, spans) = captures.into_iter().next()?;
+        let workspace_bytes = room_for(workspace, &rules, spans.len());
         let steps = steps.into_iter().zip(rules).collect();
         Some(Self { calls, steps, tensors: spans.len(), workspace_bytes })
     }
@@ -193,6 +196,12 @@ fn rules_of(
     (0..first.len()).map(rules_of_step).collect()
 }
 
+/// Bytes that hold a workspace of so many bytes and blocks, whose address is number `address`.
+fn room_for((bytes, blocks): (usize, usize), rules: &[Vec<Rule>], address: usize) -> usize {
+    let furthest = rules.iter().flatten().filter(|rule| rule.address == address).map(|rule| rule.offset).max();
+    if blocks > 1 { bytes + furthest.unwrap_or(0) as usize } else { bytes }
+}
+
 /// Whether two tensors of a capture share memory.
 fn overlap((_, spans): &(Vec<Step>, Vec<Span>)) -> bool {
     let mut sorted: Vec<Span> = spans.iter().copied().filter(|span| span.bytes != 0).collect();
@@ -293,6 +302,15 @@ mod tests {
         // A tensor's place that differs, or another tensor.
         assert_eq!(rules(&captures(|capture, spans, _| vec![spans[0].address + capture as u64])), None);
         assert_eq!(rules(&captures(|capture, spans, _| vec![spans[capture & 1].address])), None);
+    }
+
+    #[test]
+    fn a_workspace_of_several_blocks_has_room_behind_the_last_one() {
+        let rule = |address, offset| Rule { word: 0, address, offset };
+        let rules = [vec![rule(0, 900), rule(2, 0)], vec![rule(2, 640)]];
+        assert_eq!(room_for((1024, 1), &rules, 2), 1024);
+        assert_eq!(room_for((1024, 2), &rules, 2), 1664);
+        assert_eq!(room_for((1024, 2), &rules, 3), 1024);
     }
 
     #[test]
