@@ -2,6 +2,8 @@
 
 import copy
 import gc
+import itertools
+import struct
 from functools import partial
 
 import pytest
@@ -63,6 +65,14 @@ def launches_of(function):
     with dispatch.record() as launches:
         result = function()
     return [launch.name for launch in launches], result
+
+
+def entries_of(launch):
+    """Addresses of rows and columns, rows and columns of each tensor of a launch."""
+    tensors = (len(launch.params) - 32) // 60
+    count = struct.unpack_from("<I", launch.params, 8)[0]
+    entries = struct.iter_unpack("<6Q2I", launch.params[32 + 4 * tensors :])
+    return [(row, col, sizes) for _, row, col, _, _, _, *sizes in [*entries][:count]]
 
 
 def together_in(names):
@@ -470,3 +480,30 @@ print(any("_many_" in launch.name for launch in launches))
 """
     on, off = fresh.together(script.format(1), script.format(0))
     assert (on.strip(), off.strip()) == ("True", "False")
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=list(RECIPES))
+def test_adjacent_weights_share_allocations(recipe):
+    # Sixteen equal weights: one allocation may have an eighth of all bytes, the rows or the columns of three or four.
+    layers = torch.nn.Sequential(
+        *(
+            te.Linear(HIDDEN, HIDDEN, bias=False, params_dtype=torch.bfloat16, device="cpu")
+            for _ in range(16)
+        )
+    )
+    trained(layers, recipe())
+    x = torch.randn(32, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
+    with dispatch.record() as launches:
+        forward(layers, x, recipe()).float().sum().backward()
+    (launch,) = [launch for launch in launches if "_many_" in launch.name]
+    entries = entries_of(launch)
+    assert [shape for *_, shape in entries] == [[HIDDEN, HIDDEN]] * 16
+    ordered = sorted(address for entry in entries for address in entry[:2])
+    assert all(after - before >= HIDDEN * HIDDEN for before, after in itertools.pairwise(ordered))
+    for layout in (0, 1):
+        addresses = [entry[layout] for entry in entries]
+        gaps = [after - before for before, after in itertools.pairwise(addresses)]
+        size = min(gap for gap in gaps if gap > 0)
+        assert size >= HIDDEN * HIDDEN
+        assert size % 512 == 0
+        assert sum(gap == size for gap in gaps) >= 10, gaps

@@ -281,7 +281,9 @@ mod tests {
         };
         let of = |number: fn(usize) -> u64| {
             let mut all = captures(|capture, spans, _| vec![number(capture), spans[0].address]);
-            all.iter_mut().for_each(|(steps, _)| steps[0].shape = Shape::Kernel(kernel));
+            for (steps, _) in &mut all {
+                steps[0].shape = Shape::Kernel(kernel);
+            }
             rules(&all)
         };
         assert_eq!(of(|_| 7), Some(vec![vec![Rule { word: 1, address: 0, offset: 0 }]]));
