@@ -273,17 +273,13 @@ impl GroupedGemmPlan {
     pub(crate) fn launch(&self, queue: &mut CudaQueue<'_>, at: &GroupedGemmPointers<DevPtr<'_>>) -> Result<()> {
         let spec = &self.spec;
         let own = self.kernel.filter(|_| self.runs_on(queue.device.facts()));
-        if own.is_none() && self.cublas.is_none() {
-            return Err(self.missing(queue.device.facts()));
-        }
         let bytes = spec.groups * spec.n * spec.k * spec.d.size();
-        if spec.rows == 0 {
-            return if spec.accumulate { Ok(()) } else { queue.zero(at.d, bytes) };
-        }
         match (&self.cublas, own) {
+            (None, None) => Err(self.missing(queue.device.facts())),
+            _ if spec.rows == 0 && spec.accumulate => Ok(()),
+            _ if spec.rows == 0 => queue.zero(at.d, bytes),
             (Some(cublas), _) => self.launch_cublas(queue, at, cublas),
             (None, Some(kernel)) => self.launch_own(queue, at, kernel),
-            (None, None) => Ok(()),
         }
     }
 

@@ -81,8 +81,7 @@ pub(crate) fn grouped_gemm<'py>(
     call.with_lane(0, |lane| plan.run(&mut lane.target, &GroupedGemmPointers { workspace: lane.workspace.gemm, ..at }))
 }
 
-/// Whether cuBLASLt's product of groups is taken on a GPU for operands of a type: `float16`, `bfloat16`, or FP8 for
-/// another name.
+/// Whether cuBLASLt's product of groups is taken on a GPU for operands of a type: `float16`, `bfloat16` or `fp8`.
 #[pyfunction]
 #[pyo3(signature = (index, operands, /))]
 pub(crate) fn cublas_multiplies_groups(py: Python<'_>, index: u16, operands: &str) -> PyResult<bool> {
@@ -90,7 +89,8 @@ pub(crate) fn cublas_multiplies_groups(py: Python<'_>, index: u16, operands: &st
     let (scaling, grad, weight) = match operands {
         "float16" => (GroupedScaling::None, DType::F16, DType::F16),
         "bfloat16" => (GroupedScaling::None, DType::Bf16, DType::Bf16),
-        _ => (GroupedScaling::Tensor, DType::E5m2, DType::E4m3),
+        "fp8" => (GroupedScaling::Tensor, DType::E5m2, DType::E4m3),
+        _ => return Err(Error::value("grouped_gemm", format_args!("unknown operands {operands:?}"))).python(),
     };
     let spec = GroupedGemmSpec {
         kind: GroupedKind::Rows,
