@@ -24,7 +24,7 @@ from _harness import RECIPES, options, show, write
 from _llama import VOCABULARY, llama, source
 from _llama_ways import Way, ways
 
-WARM_UP = 4
+WARM_UP = 10
 
 
 @dataclass

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
 HIDDEN, FFN, HEAD = 2048, 5632, 128
-WARM_UP, STEPS = 6, 15
+# The launches of attention are learned at the 64th call, in the eighth step of eight layers.
+WARM_UP, STEPS = 12, 15
 #: The driver queues 1,024 launches: with more, the GPU would wait for the host.
 QUEUED = 2
 
