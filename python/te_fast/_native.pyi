@@ -80,6 +80,7 @@ __all__ = [
     "moe_permute_cast",
     "moe_unpermute",
     "moe_unpermute_backward",
+    "new_stream",
     "norm",
     "norm_backward",
     "note_scale_change",
@@ -695,6 +696,7 @@ def moe_unpermute(
 def moe_unpermute_backward(
     dout: Any, inp: Any, row_id_map: Any, probs: Any, pad_offsets: Any, ends: Any, top_k: Any, /
 ) -> Any: ...
+def new_stream(index: int, /) -> int: ...
 def norm(
     x: Tensor,
     function: tuple[str, float, bool],

@@ -153,10 +153,16 @@ def learn(kind: Kind) -> native.RepeatedAttention | None:
 
 #: Pools that tensors of failed captures still refer to: torch must not lose such a pool.
 _pools: list[Any] = []
+#: A stream for each GPU, for this thread alone.
+_streams: dict[int, torch.cuda.ExternalStream] = {}
 
 
 def _observe_in(pool: Any, kind: Kind) -> native.RepeatedAttention | None:
-    stream = torch.cuda.Stream(kind.device)
+    index = torch.cuda.current_device()
+    if index not in _streams:
+        # One of torch's own streams may have other users, whose launches the capture would take.
+        _streams[index] = torch.cuda.ExternalStream(native.new_stream(index), kind.device)
+    stream = _streams[index]
     with torch.cuda.use_mem_pool(pool), torch.cuda.stream(stream):
         found = _observe(kind)
         stream.synchronize()

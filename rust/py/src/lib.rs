@@ -20,7 +20,7 @@ use pyo3::prelude::*;
 mod _native {
     #[pymodule_export]
     use crate::attention::observed::{
-        ObservedLaunches, RepeatedLaunches, learns_launches, observe_launches, repeat_launches,
+        ObservedLaunches, RepeatedLaunches, learns_launches, new_stream, observe_launches, repeat_launches,
     };
     #[pymodule_export]
     use crate::attention::repeated::RepeatedAttention;

@@ -40,6 +40,12 @@ impl Stream {
     pub(crate) const fn raw(self) -> CUstream {
         self.0 as CUstream
     }
+
+    /// The driver's handle.
+    #[must_use]
+    pub const fn handle(self) -> u64 {
+        self.0
+    }
 }
 
 /// Initialises the driver once; the version it reports, as `13000` for 13.0.
@@ -212,11 +218,7 @@ impl CudaDevice {
         if let Some(stream) = self.capture_stream {
             return Ok(stream);
         }
-        let mut stream = std::ptr::null_mut();
-        let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
-        // SAFETY: writes one stream handle; a context is current. It lives as long as the process.
-        check("cuStreamCreate", unsafe { (self.calls.cuStreamCreate)(&raw mut stream, flags) })?;
-        Ok(*self.capture_stream.insert(Stream(stream as u64)))
+        Ok(*self.capture_stream.insert(new_stream()?))
     }
 
     /// A kernel's error with the device that it is missing on.
@@ -327,6 +329,18 @@ impl CudaQueue<'_> {
 pub(crate) fn fill_with_zero(stream: Stream, address: u64, bytes: usize) -> Result<()> {
     // SAFETY: the caller's buffer holds `bytes` bytes on the device of the stream, whose context is current.
     check("cuMemsetD8Async", unsafe { (functions()?.cuMemsetD8Async)(address, 0, bytes, stream.raw()) })
+}
+
+/// A stream of the current context that nobody else uses. It lives as long as the process.
+///
+/// # Errors
+/// The driver's refusal.
+pub fn new_stream() -> Result<Stream> {
+    let mut stream = std::ptr::null_mut();
+    let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
+    // SAFETY: writes one stream handle; a context is current.
+    check("cuStreamCreate", unsafe { (functions()?.cuStreamCreate)(&raw mut stream, flags) })?;
+    Ok(Stream(stream as u64))
 }
 
 /// Whether a CUDA graph is being captured on the stream; the legacy default stream cannot be captured.

@@ -43,8 +43,18 @@ impl RepeatedLaunches {
     }
 }
 
-/// Captures what `call` sends to the current stream of a tensor's device, which must not be the default stream. Returns what
-/// `call` returns, and the launches; None in their place if they cannot be repeated.
+/// The handle of a new stream of a GPU. torch gives its own streams to several users, so that a capture on one of them could
+/// contain the launches of others.
+#[pyfunction]
+#[pyo3(signature = (index, /))]
+pub(crate) fn new_stream(py: Python<'_>, index: u16) -> PyResult<u64> {
+    let state = state(py)?;
+    let _guard = state.guard(py, Device::Cuda(index))?;
+    Ok(te_fast_core::cuda::device::new_stream().python()?.handle())
+}
+
+/// Captures what `call` sends to the current stream of a tensor's device, which nobody else uses meanwhile, and which must not
+/// be the default stream. Returns what `call` returns, and the launches; None in their place if they cannot be repeated.
 #[pyfunction]
 #[pyo3(signature = (alike, call, /))]
 pub(crate) fn observe_launches<'py>(

@@ -7,7 +7,9 @@ use pyo3::types::PyTuple;
 use smallvec::SmallVec;
 use te_fast_core::Error;
 use te_fast_core::base::dtype::{DType, Device};
+use te_fast_core::base::pointer::DevPtr;
 use te_fast_core::base::tensor::MAX_DIMS;
+use te_fast_core::launch::target::Target;
 use te_fast_core::ops::attention::{AttentionPlan, GradLayout};
 use te_fast_core::ops::packed_heads::split;
 
@@ -37,6 +39,15 @@ pub(crate) struct RepeatedAttention {
     context: Sizes,
     /// The sums of exponentials, in FP32, where there is a backward.
     sums: Sizes,
+}
+
+/// The private memory of a call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Memory {
+    /// The stream's own, where there is enough.
+    OfStream,
+    /// A tensor. A stream that runs one call needs no memory of its own.
+    Tensor,
 }
 
 /// A forward's result, and what backward reads beside it: the product, whose queries and keys are rotated, and the sums.
@@ -91,7 +102,8 @@ impl RepeatedAttention {
         })
     }
 
-    /// Attends: returns the result, and the tensors that [`Self::grad`] takes. Queries and keys are rotated in place.
+    /// Attends: returns the result, and the tensors that [`Self::grad`] takes. Queries and keys are rotated in place. Layers
+    /// call the functions below instead.
     #[pyo3(signature = (product, waves, /))]
     #[expect(clippy::needless_pass_by_value, reason = "PyO3 extracts tuples by value")]
     fn run<'py>(
@@ -107,7 +119,7 @@ impl RepeatedAttention {
             return Err(Error::shape(OP, "the product", format_args!("{:?} of {}", self.product, self.dtype), got))
                 .python();
         }
-        let attended = self.forward(state, product, waves.as_ref())?;
+        let attended = self.forward(state, product, waves.as_ref(), Memory::Tensor)?;
         let saved = attended.saved(py)?;
         Ok((attended.context, saved))
     }
@@ -121,7 +133,21 @@ impl RepeatedAttention {
         grad: &Bound<'py, PyAny>,
         waves: Option<WaveTensors<'py>>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        self.backward(state(grad.py())?, tensors, grad, waves.as_ref())
+        self.backward(state(grad.py())?, tensors, grad, waves.as_ref(), Memory::Tensor)
+    }
+}
+
+impl Memory {
+    fn run(
+        self,
+        call: &DirectCall<'_, '_>,
+        bytes: usize,
+        body: impl FnOnce(&mut Target<'_>, DevPtr<'_>) -> te_fast_core::Result<()>,
+    ) -> PyResult<()> {
+        match self {
+            Self::OfStream => call.run(bytes, body),
+            Self::Tensor => call.run_in_tensor(bytes, body),
+        }
     }
 }
 
@@ -157,6 +183,7 @@ impl RepeatedAttention {
         state: &State,
         product: &Bound<'py, PyAny>,
         waves: Option<&WaveTensors<'py>>,
+        memory: Memory,
     ) -> PyResult<Attended<'py>> {
         let call = DirectCall::new(state, product.py(), OP, self.device)?;
         let waves = read_waves(&call, waves)?;
@@ -165,7 +192,7 @@ impl RepeatedAttention {
         let view = view_of(&state.reader, product, "the product").python()?;
         let pointers = [view.data(), call.pointer(Some(&context))?, call.pointer(sums.as_ref())?];
         let bytes = self.plan().forward_bytes();
-        call.run(bytes, |target, workspace| {
+        memory.run(&call, bytes, |target, workspace| {
             let mut plan = self.plan();
             if waves.is_some() {
                 split(target, plan.heads(), &view, None, &waves, plan.interleaved())?;
@@ -182,6 +209,7 @@ impl RepeatedAttention {
         tensors: &Bound<'py, PyTuple>,
         grad: &Bound<'py, PyAny>,
         waves: Option<&WaveTensors<'py>>,
+        memory: Memory,
     ) -> PyResult<Bound<'py, PyAny>> {
         let call = DirectCall::new(state, grad.py(), OP, self.device)?;
         let waves = read_waves(&call, waves)?;
@@ -200,7 +228,7 @@ impl RepeatedAttention {
         let data = |tensor| call.pointer(Some(tensor));
         let read = [data(&product)?, data(&context)?, data(&sums)?, data(&grad)?];
         let bytes = self.plan().backward_bytes();
-        call.run(bytes, |target, scratch| self.plan().backward(target, read, &waves, &into, scratch))?;
+        memory.run(&call, bytes, |target, scratch| self.plan().backward(target, read, &waves, &into, scratch))?;
         Ok(result)
     }
 

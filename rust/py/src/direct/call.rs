@@ -112,6 +112,15 @@ impl<'s, 'py> DirectCall<'s, 'py> {
             let mut lane = dispatcher.0.lane(self.place, bytes, Memory::Own).python()?;
             return body(&mut lane.target, lane.workspace.scratch).python();
         }
+        self.run_in_tensor(bytes, body)
+    }
+
+    /// The same with a tensor as private memory: the stream needs none of its own.
+    pub(crate) fn run_in_tensor(
+        &self,
+        bytes: usize,
+        body: impl FnOnce(&mut Target<'_>, DevPtr<'_>) -> te_fast_core::Result<()>,
+    ) -> PyResult<()> {
         let memory = self.state.optional_bytes(self.py, self.place.device, bytes)?;
         let scratch = self.pointer(memory.as_ref())?;
         let mut dispatcher = self.state.dispatcher(self.py)?;

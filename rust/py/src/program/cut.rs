@@ -18,7 +18,7 @@ use te_fast_core::launch::trace::Recording;
 use te_fast_core::quant::weight::Microbatch;
 use te_fast_core::recipe::region::Region;
 
-use crate::attention::repeated::RepeatedAttention;
+use crate::attention::repeated::{Memory, RepeatedAttention};
 use crate::direct::rope::WaveTensors;
 use crate::error::named;
 use crate::hooks::hooks;
@@ -265,7 +265,7 @@ fn run_between<'py>(
         let attention = repeated.get();
         let is_recorded = state.dispatcher(py)?.0.trace.recording() != Recording::Off;
         if attention.trains() == trains && !is_recorded && attention.takes(state, &x) {
-            let attended = attention.forward(state, &x, waves_of(between)?.as_ref())?;
+            let attended = attention.forward(state, &x, waves_of(between)?.as_ref(), Memory::OfStream)?;
             let saved = attended.saved(py)?;
             return Ok((attended.context, saved, repeated.clone().into_any()));
         }
@@ -288,7 +288,7 @@ fn grad_between<'py>(
     let py = grad.py();
     let (between, kept) = (saved.between.bind(py), saved.kept.bind(py));
     if let Ok(attention) = kept.cast::<RepeatedAttention>() {
-        return attention.get().backward(state, &tensors, &grad, waves_of(between)?.as_ref());
+        return attention.get().backward(state, &tensors, &grad, waves_of(between)?.as_ref(), Memory::OfStream);
     }
     between.call_method1(intern!(py, "grad"), (kept, tensors, grad))
 }
