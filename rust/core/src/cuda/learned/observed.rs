@@ -20,6 +20,9 @@ use crate::cuda::learned::steps::{Fill, Parameters, Rule, Shape, Step};
 /// Number of captures that the rules must explain.
 pub const CAPTURES: usize = 3;
 
+/// No memory has an address below this one, so that the driver need not be asked about small numbers.
+const LOWEST: u64 = 1 << 20;
+
 /// Memory of a tensor that the call was given, or has returned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Span {
@@ -212,6 +215,9 @@ fn overlap((_, spans): &(Vec<Step>, Vec<Span>)) -> bool {
 /// Whether the driver knows the address as that of memory.
 #[expect(unsafe_code, reason = "asks the driver about a number, which need not be an address")]
 fn is_memory(calls: &Functions, address: u64) -> bool {
+    if address < LOWEST {
+        return false;
+    }
     let mut kind = 0_u32;
     let name = CUpointer_attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE as u32;
     // SAFETY: writes one number; any number may stand for the address.
