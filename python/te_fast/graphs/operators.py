@@ -29,7 +29,7 @@ from te_fast.graphs.refusal import raise_problem, refusal
 from te_fast.graphs.region import entered, key_of_region, order, recipe_of
 from te_fast.graphs.traced import Described, Facts, Kind, Place, Traced, calls, facts_of
 from te_fast.runtime import native
-from te_fast.runtime.capturing import update_scales_behind_backward
+from te_fast.runtime.capturing import is_in_capture, update_scales_behind_backward
 from te_fast.runtime.delayed import native_recipe
 from te_fast.runtime.library import register
 from te_fast.runtime.main_grad import main_grad_of
@@ -166,7 +166,8 @@ _forward.__class__ = _Forward
 _backward.__class__ = _Backward
 
 
-def _update(programs: list[torch.Tensor], _: torch.Tensor, number: int) -> None:
+def _update(programs: list[torch.Tensor], order_tensor: torch.Tensor, number: int) -> None:
+    """Update scales at the end of a graph's region, unless that region is inside of one around the call."""
     recipe: Any = recipe_of(number)
     if (
         torch.distributed.is_available()
@@ -179,7 +180,10 @@ def _update(programs: list[torch.Tensor], _: torch.Tensor, number: int) -> None:
             "region around the compiled function"
         )
         raise UnsupportedError(message)
-    native.traced_update_scales(programs, native_recipe(recipe))
+    *_, depth, _ = native.autocast_region()
+    # The end of the outermost region updates. It does not see what a CUDA graph replays.
+    if depth == 0 or is_in_capture(order_tensor):
+        native.traced_update_scales(programs, native_recipe(recipe))
 
 
 def _keep_scale(scale: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
