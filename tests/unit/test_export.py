@@ -239,6 +239,13 @@ def test_an_operation_in_python_is_exported():
         assert torch.equal(program(X), chain(X))
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_chain_that_has_never_run_is_exported_with_gradients(strict):
+    chain = ops.Sequential(ops.Linear(32, 32, device="cpu"), ops.ReLU())
+    program = torch.export.export(chain, (X,), strict=strict).module()
+    assert torch.equal(program(X), chain(X))
+
+
 def test_what_cannot_be_saved_is_refused():
     layer = te.Linear(32, 32, device="cpu")
     recipe = DelayedScaling(amax_compute_algo=lambda history: history[0])
