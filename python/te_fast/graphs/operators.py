@@ -126,9 +126,11 @@ def _new_grads(facts: Facts) -> list[bool]:
 def _after_backward(grad: torch.Tensor) -> None:
     """Update the gradients' scales after the current backward, when all layers have raised their maxima.
 
-    Replays of a CUDA graph run nothing on the host, so the graph itself must end with the update.
+    Replays of a CUDA graph run nothing on the host, so the graph itself must end with the update. A graph that has both
+    directions, as make_fx traces a whole step, runs in no backward of torch's.
     """
-    if grad.is_cuda and torch.cuda.is_current_stream_capturing():
+    is_captured = grad.is_cuda and torch.cuda.is_current_stream_capturing()
+    if is_captured or torch._C._current_graph_task_id() < 0:
         update_scales_behind_backward()
     else:
         torch.autograd.Variable._execution_engine.queue_callback(update_scales_behind_backward)
