@@ -239,6 +239,24 @@ def test_an_operation_in_python_is_exported():
         assert torch.equal(program(X), chain(X))
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_chain_that_has_never_run_is_exported_with_gradients(strict):
+    chain = ops.Sequential(ops.Linear(32, 32, device="cpu"), ops.ReLU())
+    program = torch.export.export(chain, (X,), strict=strict).module()
+    assert torch.equal(program(X), chain(X))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_layer_that_was_exported_with_gradients_is_traced_again(strict):
+    """A trace that is not strict drops the scales that it has made, while tensors are fake."""
+    layer = te.Linear(32, 32, device="cpu")
+    with te.autocast(recipe=DelayedScaling()):
+        torch.export.export(layer_alone(layer), (X,), strict=strict)
+        assert type(layer._traced.handle) is torch.Tensor
+        again = torch.export.export(layer_alone(layer), (X,), strict=strict).module()
+        assert torch.equal(again(X), layer(X))
+
+
 def test_what_cannot_be_saved_is_refused():
     layer = te.Linear(32, 32, device="cpu")
     recipe = DelayedScaling(amax_compute_algo=lambda history: history[0])

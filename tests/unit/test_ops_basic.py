@@ -659,6 +659,10 @@ def test_a_bias_computes_in_the_wider_type(way):
         (lambda: ops.Reshape(5), "Reshape: shape"),
         (lambda: ops.Dropout("a"), "Dropout: p"),
         (lambda: ops.Bias("a"), "Bias: size"),
+        (lambda: ops.Linear(2.5, 4), "Linear: in_features"),
+        (lambda: ops.Linear(4, None), "Linear: out_features"),
+        (lambda: ops.BasicLinear("a", 4), "BasicLinear: in_features"),
+        (lambda: ops.BasicLinear(4, True), "BasicLinear: out_features"),
         (lambda: ops.Quantize(forward="a"), "Quantize: forward"),
     ],
 )
@@ -674,6 +678,8 @@ def test_constants_may_be_tensors_of_one_number():
     )
 
 
-def test_bias_of_a_negative_size():
+def test_negative_sizes():
     with pytest.raises(ShapeError, match="^Bias: size must not be negative, got -1"):
         ops.Bias(-1)
+    with pytest.raises(ShapeError, match="^Linear: out_features must not be negative, got -1"):
+        ops.Linear(4, -1)

@@ -29,7 +29,7 @@ from te_fast.graphs.refusal import raise_problem, refusal
 from te_fast.graphs.region import entered, key_of_region, order, recipe_of
 from te_fast.graphs.traced import Described, Facts, Kind, Place, Traced, calls, facts_of
 from te_fast.runtime import native
-from te_fast.runtime.capturing import update_scales_behind_backward
+from te_fast.runtime.capturing import is_in_capture, update_scales_behind_backward
 from te_fast.runtime.delayed import native_recipe
 from te_fast.runtime.library import register
 from te_fast.runtime.main_grad import main_grad_of
@@ -126,9 +126,11 @@ def _new_grads(facts: Facts) -> list[bool]:
 def _after_backward(grad: torch.Tensor) -> None:
     """Update the gradients' scales after the current backward, when all layers have raised their maxima.
 
-    Replays of a CUDA graph run nothing on the host, so the graph itself must end with the update.
+    Replays of a CUDA graph run nothing on the host, so the graph itself must end with the update. A graph that has both
+    directions, as make_fx traces a whole step, runs in no backward of torch's.
     """
-    if grad.is_cuda and torch.cuda.is_current_stream_capturing():
+    is_captured = grad.is_cuda and torch.cuda.is_current_stream_capturing()
+    if is_captured or torch._C._current_graph_task_id() < 0:
         update_scales_behind_backward()
     else:
         torch.autograd.Variable._execution_engine.queue_callback(update_scales_behind_backward)
@@ -166,7 +168,8 @@ _forward.__class__ = _Forward
 _backward.__class__ = _Backward
 
 
-def _update(programs: list[torch.Tensor], _: torch.Tensor, number: int) -> None:
+def _update(programs: list[torch.Tensor], order_tensor: torch.Tensor, number: int) -> None:
+    """Update scales at the end of a graph's region, unless that region is inside of one around the call."""
     recipe: Any = recipe_of(number)
     if (
         torch.distributed.is_available()
@@ -179,7 +182,10 @@ def _update(programs: list[torch.Tensor], _: torch.Tensor, number: int) -> None:
             "region around the compiled function"
         )
         raise UnsupportedError(message)
-    native.traced_update_scales(programs, native_recipe(recipe))
+    *_, depth, _ = native.autocast_region()
+    # The end of the outermost region updates. It does not see what a CUDA graph replays.
+    if depth == 0 or is_in_capture(order_tensor):
+        native.traced_update_scales(programs, native_recipe(recipe))
 
 
 def _keep_scale(scale: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
@@ -214,18 +220,20 @@ def _with_real(state: Any) -> Iterator[None]:
 
 
 class _Program(torch.autograd.Function):
-    """Arguments: handle, text of the call, numbers of tensors of each kind, dummy gradients, then the tensors.
+    """Arguments: handle, text of the call, numbers and places of tensors, dummy gradients, then the tensors.
 
-    Kinds are the input, extra inputs, parts of parameters, kept scales, the order tensor, memory of kept weights, and
-    ``main_grad``.
+    There is a number for each kind: the input, extra inputs, parts of parameters, kept scales, the order tensor, memory
+    of kept weights, and ``main_grad``. A tensor that is given several times, such as a weight that two layers share, is
+    one argument with several places, since dynamo takes no tensor twice.
     """
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Any:
         # If the first four had names, dynamo would take a call with two tensors for one without a context.
-        handle, text, counts, dummies = given[:4]
+        handle, text, (counts, places), dummies = given[:4]
         facts = facts_of(text)
-        (x,), extras, params, scales, ordered, kept, main_grads = _split(given[4:], counts)
+        tensors = [given[4 + place] for place in places]
+        (x,), extras, params, scales, ordered, kept, main_grads = _split(tensors, counts)
         rows = x.shape[0]
         made = [
             x.new_empty((rows, cols))
@@ -255,13 +263,13 @@ class _Program(torch.autograd.Function):
                 for kind, index in (*facts.reads, *facts.weights_of_backward)
                 for tensor in (parts[index] if kind == "param" else [tensors_of[kind][index]])
             ]
-            ctx.call = (text, dummies, len(saved) + len(reads), sum(counts[3:]))
+            ctx.call = (text, dummies, len(saved) + len(reads), places, sum(counts[3:]))
             ctx.save_for_backward(handle, *saved, *reads, *main_grads)
         return tuple(outputs) if len(outputs) > 1 else outputs[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        text, dummies, read, others = ctx.call
+        text, dummies, read, places_of_given, others = ctx.call
         facts = facts_of(text)
         tensors = list(ctx.saved_tensors)  # in a trace, torch 2.8 unpacks a tuple by a star
         handle, kept = tensors[0], tensors[1:]
@@ -299,7 +307,18 @@ class _Program(torch.autograd.Function):
             make = dys[0].new_zeros if is_zero else dys[0].new_empty
             parts[index] = make(shape, dtype=dtype)
         extras = results[first_extra:]
-        return (None, None, None, None, results[0], *extras, *parts, *[None] * others)
+        found = [results[0], *extras, *parts, *[None] * others]
+        return (None, None, None, None, *_summed(found, places_of_given))
+
+
+def _summed(grads: Sequence[Any], places: Sequence[int]) -> list[Any]:
+    """Return a gradient for each argument: the sum of those of its places, None without one."""
+    found: list[Any] = [None] * (max(places) + 1)
+    for grad, place in zip(grads, places, strict=True):
+        former = found[place]
+        if grad is not None:
+            found[place] = grad if former is None else former + grad
+    return found
 
 
 def _grads_of_parts(facts: Facts, wholes: Sequence[Any]) -> list[Any]:
@@ -434,19 +453,32 @@ def apply(
     dummies = _dummies(facts, params)
     lists = [inputs[:1], given, parts, scales, ordered, kept, main_grads]
     counts = tuple([len(tensors) for tensors in lists])
-    out = _Program.apply(
-        traced.handle,
-        text,
-        counts,
-        dummies,
-        *[tensor for tensors in lists for tensor in tensors],
-    )
+    tensors, places = _once([tensor for tensors in lists for tensor in tensors])
+    out = _Program.apply(traced.handle, text, (counts, places), dummies, *tensors)
     leading = x.shape[:-1]
     if len(facts.widths) == 1:
         return out.view(*leading, facts.widths[0])
     return tuple(
         [part.view(*leading, width) for part, width in zip(out, facts.widths, strict=True)]
     )
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _once(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], tuple[int, ...]]:
+    """Return tensors without repetition, and the place of each given one among them."""
+    numbers: dict[torch.Tensor, int] = {}
+    found: list[torch.Tensor] = []
+    places = []
+    for tensor in tensors:
+        number = len(found)
+        if type(tensor) in _PLAIN:  # Dynamo finds no others in a dictionary
+            number = numbers.setdefault(tensor, number)
+        if number == len(found):
+            found.append(tensor)
+        places.append(number)
+    return found, tuple(places)
 
 
 def _dequantized(part: Any) -> Any:

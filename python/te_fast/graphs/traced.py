@@ -292,12 +292,16 @@ class Traced:
         setattr(self, key, facts.call.text)
 
     def _make_handle(self, owner: object, device: torch.device) -> None:
+        from torch.utils._python_dispatch import _disable_current_modes
+
+        # Scales may move, or be dropped, in any trace: under fake tensors, too. Tensors that are made under
+        # torch.inference_mode() cannot be arguments of training.
+        with _disable_current_modes(), torch.inference_mode(mode=False):
+            handle = static(torch.tensor([self._number], device=device))
+            native.traced_register(handle, self._number, self.program, owner)
         if self.handle is not None:
             self._former_handles.append(self.handle)
-        # Tensors that are made under torch.inference_mode() cannot be arguments of training.
-        with torch.inference_mode(mode=False):
-            self.handle = static(torch.tensor([self._number], device=device))
-        native.traced_register(self.handle, self._number, self.program, owner)
+        self.handle = handle
 
     def _watch(self, owner: Any) -> None:
         """Make another handle when scales move.

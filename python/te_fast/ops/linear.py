@@ -14,6 +14,7 @@ from te_fast.ops.basic.identity import AllReduce, ReduceScatter
 from te_fast.ops.op import FusedOperation, FusibleOperation
 from te_fast.parallel.checkpoint import Share
 from te_fast.parallel.ranks import divided
+from te_fast.runtime.arguments import check_sizes
 
 
 class Linear(FusedOperation):
@@ -67,6 +68,7 @@ rng_state_tracker_function, accumulate_into_main_grad
         rng_state_tracker_function: Callable[[], Any] | None = None,
         accumulate_into_main_grad: bool = False,
     ) -> None:
+        check_sizes("Linear", in_features=in_features, out_features=out_features)
         mode, size = parallelism("Linear", tensor_parallel_mode, tensor_parallel_group)
         is_row = mode == "row"
         linear = BasicLinear(

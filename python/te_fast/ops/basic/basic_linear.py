@@ -21,6 +21,7 @@ from te_fast.parallel.ranks import divided, exchange_of
 from te_fast.parallel.segment import Segment
 from te_fast.recipe import Recipe
 from te_fast.runtime import main_grad, native, rows
+from te_fast.runtime.arguments import check_sizes
 from te_fast.runtime.global_state import autocast_state
 from te_fast.tensor import primary
 
@@ -108,6 +109,7 @@ class BasicLinear(WeightedOperation):
         if userbuffers_options:
             message = f"{name}: userbuffers_options is not supported yet; leave it at its default"
             raise UnsupportedError(message)
+        check_sizes(name, in_features=in_features, out_features=out_features)
         mode, size = parallelism(name, tensor_parallel_mode, tensor_parallel_group)
         self.in_features = self.local_in_features = in_features
         self.out_features = self.local_out_features = out_features
