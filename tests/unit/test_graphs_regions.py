@@ -69,3 +69,22 @@ def test_a_graph_of_both_directions_updates_the_scales():
         assert all(map(torch.equal, *results))
         for one, two in zip(states_of(eager), states_of(graphed), strict=True):
             assert torch.equal(one, two)
+
+
+@needs_compile
+def test_backwards_of_one_region_update_the_scales_of_gradients_once():
+    def scales(run):
+        torch.manual_seed(0)
+        layer = te.Linear(32, 32, bias=False, device="cpu")
+        call = run(layer)
+        found = []
+        with te.autocast(recipe=DelayedScaling(amax_history_len=4)):
+            for factor in (1.0, 10.0, 100.0):
+                call(factor * torch.ones(16, 32)).square().sum().backward()
+                found.append(layer.fp8_meta["scaling_bwd"].scale.tolist())
+        return found
+
+    def compiled(layer):
+        return torch.compile(layer, fullgraph=True, backend="aot_eager")
+
+    assert scales(compiled) == scales(lambda layer: layer)

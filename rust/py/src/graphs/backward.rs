@@ -47,7 +47,12 @@ pub(crate) fn traced_backward<'py>(
     let traced = operator.call.get();
     let was_first = match traced.is_first {
         Some(is_first) => is_first,
-        None => operator.program.try_borrow()?.first_module.is_some(),
+        None => {
+            let mut program = operator.program.try_borrow_mut()?;
+            let was_first = program.first_module.is_some();
+            program.first_module_done |= was_first;
+            was_first
+        }
     };
     let is_last = traced.is_delayed() && was_first && !reads.is_empty();
     if is_last { Operator::otherwise(py, Otherwise::AfterBackward, (reads.get_item(0)?,)) } else { Ok(()) }

@@ -89,7 +89,8 @@ pub(super) fn note_first(
     let mut program = program.try_borrow_mut()?;
     if is_first {
         program.first_module = Some(last);
-    } else if program.first_module != Some(last) {
+        program.first_module_done = false;
+    } else if program.first_module != Some(last) || program.first_module_done {
         program.first_module = None;
     }
     Ok(())

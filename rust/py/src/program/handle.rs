@@ -164,6 +164,8 @@ pub(crate) struct ProgramHandle {
     /// If a compiled forward of this program was the first FP8 layer of its region, the number of that region; the
     /// number changes when another region has begun.
     pub(crate) first_module: Option<u64>,
+    /// Whether a backward has asked for the update that belongs to [`Self::first_module`].
+    pub(crate) first_module_done: bool,
     /// Number of updates of the scales before the last compiled forward.
     pub(crate) traced_generation: u64,
     pub(crate) programs: ProgramCache<PyProgram>,
@@ -276,6 +278,7 @@ impl ProgramHandle {
             returned_bias: None,
             last_region: None,
             first_module: None,
+            first_module_done: false,
             traced_generation: 0,
             programs: ProgramCache::default(),
             shapes: Vec::new(),
