@@ -545,8 +545,11 @@ def communication_operations():
             assert torch.allclose(local.grad, expected)
         with raises(RuntimeError, f"{make.__name__}: the input's shape"):
             op(torch.ones(size + size * rank, 4))
-    with raises(ValueError, "multiple of the"):
+    with raises(ValueError, "ReduceScatter: the first dimension must be a multiple of the"):
         te.ops.ReduceScatter()(torch.ones(size + 1, 4))
+    for make in (te.ops.AllGather, te.ops.ReduceScatter):
+        with raises(ValueError, f"{make.__name__}: the input must have a first dimension"):
+            make()(torch.tensor(1.0))
 
 
 # What all have in common --------------------------------------------------------------------------------
@@ -909,6 +912,46 @@ def ranks_that_disagree():
     odd = te.Linear(IN, OUT + rank * size * 16, parallel_mode="column", name="odd", **options)
     with raises(RuntimeError, "odd: the sizes"):
         odd(torch.ones(8, IN))
+
+
+@scene
+def a_group_must_be_one():
+    """A mesh or a name in place of a group is refused where it is given, before any collective."""
+    mesh = dist.device_mesh.init_device_mesh(device().type, (dist.get_world_size(),))
+    x = torch.ones(8, 16)
+    column = {"parallel_mode": "column", "device": device()}
+    late = te.Linear(16, 16, tp_size=dist.get_world_size(), **column)
+    cases = {
+        "proj: tp_group": lambda group: te.Linear(16, 16, tp_group=group, name="proj", **column),
+        "MultiheadAttention: tp_group": lambda group: te.MultiheadAttention(
+            16, 4, tp_group=group, device=device()
+        ),
+        "tp_group": late.set_tensor_parallel_group,
+        "BasicLinear: tensor_parallel_group": lambda group: te.ops.BasicLinear(
+            16, 16, tensor_parallel_group=group, tensor_parallel_mode="row", device=device()
+        ),
+        "AllReduce: process_group": te.ops.AllReduce,
+        "checkpoint: tp_group": lambda group: te.checkpoint(
+            torch.sin, x, distribute_saved_activations=True, tp_group=group
+        ),
+        "parallel_cross_entropy: dist_process_group": lambda group: te.parallel_cross_entropy(
+            x, torch.zeros(8, dtype=torch.long), dist_process_group=group
+        ),
+        "gather_along_first_dim: process_group": lambda group: te.distributed.gather_along_first_dim(x, group),
+        "allreduce: tp_group": lambda group: te.distributed.allreduce(x, group),
+    }  # fmt: skip
+    for name, call in cases.items():
+        with raises(TypeError, f"{name} must be a .*ProcessGroup, got DeviceMesh; give its get_gr"):
+            call(mesh)
+        with raises(TypeError, f"{name} must be a .*ProcessGroup, got str"):
+            call("tp")
+    layer = te.Linear(16, 16, device=device())
+    for group in (mesh, "tp"):
+        wrong = te.autocast(recipe=RECIPES["delayed"](), amax_reduction_group=group)
+        with raises(TypeError, "autocast: amax_reduction_group must be"), wrong:
+            layer(x)
+    with region("delayed"):
+        layer(x).sum().backward()
 
 
 @scene

@@ -18,6 +18,7 @@ from te_fast.errors import (
     StateError,
 )
 from te_fast.runtime.arguments import check_numbers
+from te_fast.runtime.collectives import check_is_group
 from te_fast.runtime.second_order import differentiable_once
 
 
@@ -137,6 +138,8 @@ def _place(group: Any) -> tuple[int, int]:
     """Return this rank's number and the number of ranks."""
     if group is None:
         return 0, 1
+    if not torch.compiler.is_compiling():
+        check_is_group("parallel_cross_entropy", "dist_process_group", group)
     rank, ranks = distributed.get_rank(group), distributed.get_world_size(group)
     if rank < 0:
         message = "parallel_cross_entropy: this rank is not in dist_process_group; give the group that has it"

@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from te_fast.errors import DtypeError, RanksError
 from te_fast.runtime import native, scale_tape
 from te_fast.runtime.collectives import (
+    check_is_group,
     gather_split_1d_tensor,
     is_initialized,
     named,
@@ -280,6 +281,7 @@ def _distributed(x: Any, group: Any) -> saved_tensors_hooks:
             f"{type(x).__name__}"
         )
         raise DtypeError(message)
+    check_is_group("checkpoint", "tp_group", group)
     if not is_initialized():
         message = (
             "checkpoint: distribute_saved_activations needs a process group; call torch.distributed's "
