@@ -904,11 +904,25 @@ def ranks_that_disagree():
         wanted = torch.set_grad_enabled(rank == 0)
         with raises(RuntimeError, "proj: the set of what wants gradients"), wanted:
             layer(x)
+        # Backward gathers the input only for a weight that trains.
+        layer.weight.requires_grad_(rank == 0)
+        with raises(RuntimeError, "proj: the set of what wants gradients"):
+            layer(x.clone().requires_grad_())
+        layer.weight.requires_grad_()
         layer(x).sum().backward()  # training goes on where the ranks agree
         former = te_fast.communication_chunks(rank + 1)
         with raises(RuntimeError, "proj: the communication_chunks"):
             layer(x)
         te_fast.communication_chunks(former)
+    op = te.ops.BasicLinear(
+        IN, OUT, device=device(), tensor_parallel_mode="column", tensor_parallel_group=dist.group.WORLD,
+        sequence_parallel=True,
+    )  # fmt: skip
+    op.weight.requires_grad_(rank == 0)
+    beside = te.ops.Sequential(te.ops.Reshape((-1, IN)), op, te.ops.Identity())
+    for module in (op, beside):
+        with raises(RuntimeError, "the set of what wants gradients"):
+            module(torch.ones(8, IN, requires_grad=True))
     odd = te.Linear(IN, OUT + rank * size * 16, parallel_mode="column", name="odd", **options)
     with raises(RuntimeError, "odd: the sizes"):
         odd(torch.ones(8, IN))

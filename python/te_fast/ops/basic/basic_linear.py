@@ -242,9 +242,10 @@ class BasicLinear(WeightedOperation):
 
     def _forward_on_ranks(self, ctx: OperationContext, input_: torch.Tensor) -> torch.Tensor:
         x, wanted = self._cast(ctx, input_), ctx.requires_grad
-        needs = (wanted, (), wanted and self.weight.requires_grad)
+        needs_weight = wanted and self.weight.requires_grad
+        needs = (wanted, (), needs_weight)
         segment = self._segment()
-        segment.check(x, wanted=wanted, needs_x=wanted)
+        segment.check(x, wanted=wanted, needs_x=wanted, needs=[needs_weight])
         y, _, run, _ = segment.forward(
             self,
             x,
