@@ -985,7 +985,11 @@ def layers_that_disagree_in_name_or_settings():
         te.LayerNormLinear(IN, OUT, zero_centered_gamma=is_first, **column),
         te.LayerNormLinear(IN, OUT, delay_wgrad_compute=is_first, **column),
         te.LayerNormLinear(IN, OUT, bias=is_first, **column),
-    ):
+        te.LayerNormLinear(
+            IN, OUT, sequence_parallel=True, return_layernorm_output=True,
+            return_layernorm_output_gathered=is_first, **column,
+        ),
+    ):  # fmt: skip
         with raises(RuntimeError, f"{layer.name}: the sizes and settings of the layer"):
             layer(torch.ones(8, IN))
 

@@ -86,6 +86,7 @@ class ProgramLayer(TransformerEngineBaseModule):
         "normalization",
         "zero_centered_gamma",
         "return_layernorm_output",
+        "return_layernorm_output_gathered",
         "checkpoint",
     }
 
