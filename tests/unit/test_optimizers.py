@@ -762,6 +762,8 @@ def test_lists_that_do_not_fit():
     assert norm.tolist() == [0.0]
     assert norms.tolist() == []
     assert multi_tensor_applier(multi_tensor_l2norm, flag(), [[]]) is None
+    with pytest.raises(ShapeError, match="multi_tensor_l2norm: expected a list of one list"):
+        multi_tensor_l2norm(0, flag(), None)
     with pytest.raises(ShapeError, match="two lists"):
         multi_tensor_scale(1, flag(), [[torch.ones(1)]], 1.0)
     with pytest.raises(MissingError, match="multi_tensor_adam_fp8"):
