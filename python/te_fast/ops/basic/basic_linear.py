@@ -21,6 +21,7 @@ from te_fast.parallel.ranks import divided, exchange_of
 from te_fast.parallel.segment import Segment
 from te_fast.recipe import Recipe
 from te_fast.runtime import main_grad, native, rows
+from te_fast.runtime.arguments import check_flags, check_functions, check_sizes
 from te_fast.runtime.global_state import autocast_state
 from te_fast.tensor import primary
 
@@ -108,6 +109,9 @@ class BasicLinear(WeightedOperation):
         if userbuffers_options:
             message = f"{name}: userbuffers_options is not supported yet; leave it at its default"
             raise UnsupportedError(message)
+        check_sizes(name, in_features=in_features, out_features=out_features)
+        check_flags(name, accumulate_into_main_grad=accumulate_into_main_grad)
+        check_functions(name, rng_state_tracker_function=rng_state_tracker_function)
         mode, size = parallelism(name, tensor_parallel_mode, tensor_parallel_group)
         self.in_features = self.local_in_features = in_features
         self.out_features = self.local_out_features = out_features
@@ -122,7 +126,7 @@ class BasicLinear(WeightedOperation):
         self.sequence_parallel = mode is not None and sequence_parallel
         self._exchange = exchange_of(mode, size, sequence_parallel=sequence_parallel)
         self._rng_state_tracker_function = rng_state_tracker_function
-        self._accumulate_into_main_grad = accumulate_into_main_grad
+        self._accumulate_into_main_grad = bool(accumulate_into_main_grad)
         self._note_init()
         self._make_handle()
         sizes = self.local_out_features, self.local_in_features
