@@ -30,6 +30,14 @@ from te_fast.common.recipe import Float8BlockScaling, MXFP8BlockScaling
             lambda: te.Linear(16, 16, parameters_split={"a": "16"}, device="cpu"),
             r"parameters_split\['a'\] must be an integer, got str",
         ),
+        (
+            lambda: te.GroupedLinear(2, 16, 16, device="cpu", init_method=3),
+            "init_method must be a function, got int",
+        ),
+        (
+            lambda: te.GroupedLinear(2, 16, 16, device="cpu", get_rng_state_tracker=3),
+            "get_rng_state_tracker must be a function, got int",
+        ),
         (lambda: te.DotProductAttention(2, 8, cp_group=3), "cp_group must be a torch.distrib"),
         (lambda: Float8BlockScaling(fp8_gemm_fprop=None), "fp8_gemm_fprop must be an MMParams"),
     ],
