@@ -545,8 +545,11 @@ def communication_operations():
             assert torch.allclose(local.grad, expected)
         with raises(RuntimeError, f"{make.__name__}: the input's shape"):
             op(torch.ones(size + size * rank, 4))
-    with raises(ValueError, "multiple of the"):
+    with raises(ValueError, "ReduceScatter: the first dimension must be a multiple of the"):
         te.ops.ReduceScatter()(torch.ones(size + 1, 4))
+    for make in (te.ops.AllGather, te.ops.ReduceScatter):
+        with raises(ValueError, f"{make.__name__}: the input must have a first dimension"):
+            make()(torch.tensor(1.0))
 
 
 # What all have in common --------------------------------------------------------------------------------
@@ -901,14 +904,68 @@ def ranks_that_disagree():
         wanted = torch.set_grad_enabled(rank == 0)
         with raises(RuntimeError, "proj: the set of what wants gradients"), wanted:
             layer(x)
+        # Backward gathers the input only for a weight that trains.
+        layer.weight.requires_grad_(rank == 0)
+        with raises(RuntimeError, "proj: the set of what wants gradients"):
+            layer(x.clone().requires_grad_())
+        layer.weight.requires_grad_()
         layer(x).sum().backward()  # training goes on where the ranks agree
         former = te_fast.communication_chunks(rank + 1)
         with raises(RuntimeError, "proj: the communication_chunks"):
             layer(x)
         te_fast.communication_chunks(former)
+    op = te.ops.BasicLinear(
+        IN, OUT, device=device(), tensor_parallel_mode="column", tensor_parallel_group=dist.group.WORLD,
+        sequence_parallel=True,
+    )  # fmt: skip
+    op.weight.requires_grad_(rank == 0)
+    beside = te.ops.Sequential(te.ops.Reshape((-1, IN)), op, te.ops.Identity())
+    for module in (op, beside):
+        with raises(RuntimeError, "the set of what wants gradients"):
+            module(torch.ones(8, IN, requires_grad=True))
     odd = te.Linear(IN, OUT + rank * size * 16, parallel_mode="column", name="odd", **options)
     with raises(RuntimeError, "odd: the sizes"):
         odd(torch.ones(8, IN))
+
+
+@scene
+def a_group_must_be_one():
+    """A mesh or a name in place of a group is refused where it is given, before any collective."""
+    mesh = dist.device_mesh.init_device_mesh(device().type, (dist.get_world_size(),))
+    x = torch.ones(8, 16)
+    column = {"parallel_mode": "column", "device": device()}
+    late = te.Linear(16, 16, tp_size=dist.get_world_size(), **column)
+    cases = {
+        "proj: tp_group": lambda group: te.Linear(16, 16, tp_group=group, name="proj", **column),
+        "MultiheadAttention: tp_group": lambda group: te.MultiheadAttention(
+            16, 4, tp_group=group, device=device()
+        ),
+        "tp_group": late.set_tensor_parallel_group,
+        "BasicLinear: tensor_parallel_group": lambda group: te.ops.BasicLinear(
+            16, 16, tensor_parallel_group=group, tensor_parallel_mode="row", device=device()
+        ),
+        "AllReduce: process_group": te.ops.AllReduce,
+        "checkpoint: tp_group": lambda group: te.checkpoint(
+            torch.sin, x, distribute_saved_activations=True, tp_group=group
+        ),
+        "parallel_cross_entropy: dist_process_group": lambda group: te.parallel_cross_entropy(
+            x, torch.zeros(8, dtype=torch.long), dist_process_group=group
+        ),
+        "gather_along_first_dim: process_group": lambda group: te.distributed.gather_along_first_dim(x, group),
+        "allreduce: tp_group": lambda group: te.distributed.allreduce(x, group),
+    }  # fmt: skip
+    for name, call in cases.items():
+        with raises(TypeError, f"{name} must be a .*ProcessGroup, got DeviceMesh; give its get_gr"):
+            call(mesh)
+        with raises(TypeError, f"{name} must be a .*ProcessGroup, got str"):
+            call("tp")
+    layer = te.Linear(16, 16, device=device())
+    for group in (mesh, "tp"):
+        wrong = te.autocast(recipe=RECIPES["delayed"](), amax_reduction_group=group)
+        with raises(TypeError, "autocast: amax_reduction_group must be"), wrong:
+            layer(x)
+    with region("delayed"):
+        layer(x).sum().backward()
 
 
 @scene
@@ -928,7 +985,11 @@ def layers_that_disagree_in_name_or_settings():
         te.LayerNormLinear(IN, OUT, zero_centered_gamma=is_first, **column),
         te.LayerNormLinear(IN, OUT, delay_wgrad_compute=is_first, **column),
         te.LayerNormLinear(IN, OUT, bias=is_first, **column),
-    ):
+        te.LayerNormLinear(
+            IN, OUT, sequence_parallel=True, return_layernorm_output=True,
+            return_layernorm_output_gathered=is_first, **column,
+        ),
+    ):  # fmt: skip
         with raises(RuntimeError, f"{layer.name}: the sizes and settings of the layer"):
             layer(torch.ones(8, IN))
 

@@ -455,6 +455,10 @@ def test_arguments():
         te.checkpoint(torch.sin, 1.0, distribute_saved_activations=True)
     with pytest.raises(RanksError, match="needs a process group"):
         te.checkpoint(torch.sin, x, distribute_saved_activations=True)
+    with pytest.raises(DtypeError, match="checkpoint: function must be callable, got NoneType"):
+        te.checkpoint(None, x)
+    with pytest.raises(DtypeError, match="get_rng_state_tracker must be a function, got int 3"):
+        te.checkpoint(torch.sin, x, get_rng_state_tracker=3)
 
     def scaled(x, *, factor):
         return x * factor

@@ -9,7 +9,13 @@ import torch.distributed as dist
 import te_fast.pytorch as te
 from cross_entropy_rank import CASES, IGNORED, losses_of, problem
 from selection import quickly
-from te_fast.errors import ArgumentError, DtypeError, ShapeError, UnsupportedError
+from te_fast.errors import (
+    ArgumentError,
+    ArgumentIndexError,
+    DtypeError,
+    ShapeError,
+    UnsupportedError,
+)
 from te_fast.pytorch.cross_entropy import parallel_cross_entropy
 
 TESTS = Path(__file__).parents[1]
@@ -159,6 +165,26 @@ def test_what_does_not_fit_is_refused():
         parallel_cross_entropy([1.0], torch.zeros(1, dtype=torch.long))
     with pytest.raises(ArgumentError, match="label_smoothing must be from 0 to 1, got 2"):
         parallel_cross_entropy(torch.ones(2, 4), torch.zeros(2, dtype=torch.long), 2.0)
+    with pytest.raises(DtypeError, match="label_smoothing must be a number, got NoneType"):
+        parallel_cross_entropy(torch.ones(2, 4), torch.zeros(2, dtype=torch.long), None)
+    with pytest.raises(DtypeError, match="ignore_idx must be an integer, got NoneType"):
+        parallel_cross_entropy(torch.ones(1, 4), torch.zeros(1, dtype=torch.long), ignore_idx=None)
+    with pytest.raises(DtypeError, match="complex64"):
+        parallel_cross_entropy(torch.ones(2, 4), torch.zeros(2, dtype=torch.complex64))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("target", [4, -1])
+def test_a_target_outside_of_the_vocabulary_is_refused(target, grad):
+    logits = torch.ones(1, 4, requires_grad=grad)
+    with pytest.raises(ArgumentIndexError, match="targets must be from 0 to below the 4 columns"):
+        parallel_cross_entropy(logits, torch.tensor([target]))
+
+
+def test_a_vocabulary_of_nothing():
+    logits = torch.empty(2, 0, requires_grad=True)
+    parallel_cross_entropy(logits, torch.full((2,), -100)).sum().backward()
+    assert logits.grad.shape == (2, 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

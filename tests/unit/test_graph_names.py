@@ -376,6 +376,8 @@ def test_named_random_states(monkeypatch):
     assert "seed" not in tracker.seeds_
     with pytest.raises(DtypeError, match="state 'a' must be a torch.Generator"):
         tracker.set_states({"a": torch.get_rng_state()})
+    with pytest.raises(DtypeError, match="state 'a' must be a torch.Generator, .* got int"):
+        tracker.set_states({"a": 1000})
     assert set(tracker.states_) == {"model-parallel-rng", "other"}
     states_ = tracker.get_states()
     tracker.reset()

@@ -6,7 +6,58 @@ import torch
 import te_fast
 import te_fast.pytorch as te
 from linear_layers import inputs, make
-from te_fast.common.recipe import MXFP8BlockScaling
+from te_fast.common.recipe import Float8BlockScaling, MXFP8BlockScaling
+
+
+@pytest.mark.parametrize(
+    ("make_it", "message"),
+    [
+        (lambda: te.ops.BasicLinear(None, 16), "BasicLinear: in_features must be an integer"),
+        (lambda: te.ops.BasicLinear(16, -1), "BasicLinear: out_features must not be negative"),
+        (
+            lambda: te.ops.BasicLinear(16, 16, rng_state_tracker_function=3),
+            "rng_state_tracker_function must be a function, got int",
+        ),
+        (
+            lambda: te.ops.GroupedLinear(2, 16, 16, rng_state_tracker_function=3),
+            "rng_state_tracker_function must be a function, got int",
+        ),
+        (
+            lambda: te.LayerNormLinear(16, 16, return_layernorm_output="x", device="cpu"),
+            "return_layernorm_output must be True or False, got str",
+        ),
+        (
+            lambda: te.Linear(16, 16, parameters_split={"a": "16"}, device="cpu"),
+            r"parameters_split\['a'\] must be an integer, got str",
+        ),
+        (
+            lambda: te.GroupedLinear(2, 16, 16, device="cpu", init_method=3),
+            "init_method must be a function, got int",
+        ),
+        (
+            lambda: te.GroupedLinear(2, 16, 16, device="cpu", get_rng_state_tracker=3),
+            "get_rng_state_tracker must be a function, got int",
+        ),
+        (lambda: te.DotProductAttention(2, 8, cp_group=3), "cp_group must be a torch.distrib"),
+        (lambda: Float8BlockScaling(fp8_gemm_fprop=None), "fp8_gemm_fprop must be an MMParams"),
+    ],
+)
+def test_arguments_of_constructors_are_named(make_it, message):
+    with pytest.raises((TypeError, ValueError), match=message) as raised:
+        make_it()
+    assert isinstance(raised.value, te_fast.TeFastError)
+
+
+def test_flags_may_be_none():
+    """None is false, as in Transformer Engine."""
+    flags = ["fuse_wgrad_accumulation", "delay_wgrad_compute", "return_layernorm_output"]
+    options = dict.fromkeys([*flags, "zero_centered_gamma"])
+    layer = te.LayerNormLinear(16, 16, device="cpu", **options)
+    layer(torch.ones(8, 16)).sum().backward()
+    assert layer.weight.grad is not None
+    op = te.ops.BasicLinear(16, 16, device="cpu", accumulate_into_main_grad=None)
+    op(torch.ones(8, 16)).sum().backward()
+    assert op.weight.grad is not None
 
 
 def test_bad_input_is_named(recipe):

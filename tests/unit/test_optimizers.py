@@ -493,6 +493,14 @@ def test_capturable_takes_rates_that_are_numbers():
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(weights, plain, strict=True))
 
 
+def test_capturable_takes_a_tensor_as_its_rate(recwarn):
+    rate = torch.tensor(0.25)
+    (group,) = FusedAdam(parameters(), lr=rate, capturable=True).param_groups
+    assert group["lr"] == rate
+    assert group["lr"] is not rate
+    assert not recwarn
+
+
 def test_groups_of_capturable_have_rates_of_their_own():
     weights = parameters()
     groups = [{"params": weights[:2]}, {"params": weights[2:]}]
@@ -577,6 +585,18 @@ def test_adam_refuses_other_parameters_and_gradients():
     scaler = Scaler(1.0, found=False)
     with pytest.raises(UnsupportedError, match="capturable=True"):
         FusedAdam(parameters()).step(grad_scaler=scaler)
+
+
+@pytest.mark.parametrize("optimizer", [FusedAdam, FusedSGD])
+def test_a_refused_step_changes_nothing(optimizer):
+    first, second = (torch.nn.Parameter(torch.ones(2, 2)) for _ in range(2))
+    made = optimizer([{"params": [first]}, {"params": [second]}], lr=0.1)
+    first.grad, second.grad = torch.eye(2), torch.eye(2).to_sparse()
+    with pytest.raises(UnsupportedError, match=f"{optimizer.__name__}: sparse gradients"):
+        made.step()
+    assert torch.equal(first, torch.ones(2, 2))
+    assert not any(made.state.values())
+    assert not any("step" in group for group in made.param_groups)
 
 
 @pytest.mark.parametrize("optimizer", [FusedAdam, FusedSGD])
@@ -742,6 +762,8 @@ def test_lists_that_do_not_fit():
     assert norm.tolist() == [0.0]
     assert norms.tolist() == []
     assert multi_tensor_applier(multi_tensor_l2norm, flag(), [[]]) is None
+    with pytest.raises(ShapeError, match="multi_tensor_l2norm: expected a list of one list"):
+        multi_tensor_l2norm(0, flag(), None)
     with pytest.raises(ShapeError, match="two lists"):
         multi_tensor_scale(1, flag(), [[torch.ones(1)]], 1.0)
     with pytest.raises(MissingError, match="multi_tensor_adam_fp8"):

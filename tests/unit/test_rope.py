@@ -221,6 +221,9 @@ def test_bad_calls(t, freqs, options, error, match):
 
 
 def test_bad_splits():
+    for given in ((None, angles()), (angles(), None)):
+        with pytest.raises(DtypeError, match="apply_fused_qkv_rotary_pos_emb: ._freqs must be"):
+            apply_fused_qkv_rotary_pos_emb(torch.ones(2, 2, 2, 24), *given, [8, 8, 8])
     with pytest.raises(ShapeError, match="qkv_split_arg_list"):
         apply_fused_qkv_rotary_pos_emb(torch.zeros(S, B, H, D), angles(), angles(), [4, 4, 4])
     with pytest.raises(UnsupportedError, match="thd"):
@@ -258,6 +261,12 @@ def test_lengths_that_are_none(length, error):
         te.RotaryPositionEmbedding(D)(length)
 
 
+@pytest.mark.parametrize("name", ["rotary_percent", "rotary_base"])
+def test_numbers_that_are_none(name):
+    with pytest.raises(DtypeError, match=f"RotaryPositionEmbedding: {name} must be a number"):
+        te.RotaryPositionEmbedding(D, **{name: "x"})
+
+
 ONES = torch.ones(S, B, H, D)
 
 
@@ -266,6 +275,9 @@ ONES = torch.ones(S, B, H, D)
     [
         (ONES, angles().to("meta"), {}, DeviceError),
         (ONES, angles(), {"start_positions": [0] * B}, DtypeError),
+        (ONES, angles(), {"start_positions": torch.zeros(B)}, DtypeError),
+        (ONES, angles(), {"start_positions": torch.zeros(B - 1, dtype=torch.int32)}, ShapeError),
+        (ONES, angles(), {"start_positions": torch.zeros(B, 1, dtype=torch.int32)}, ShapeError),
         (ONES[:, 0], angles(), {"tensor_format": "thd", "cu_seqlens": [0, S]}, DtypeError),
     ],
 )

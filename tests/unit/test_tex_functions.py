@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import te_fast.pytorch as te
 from selection import every_pair, sampled
 from te_fast import tex
-from te_fast.errors import DeviceError, MissingError, UnsupportedError
+from te_fast.errors import DeviceError, MissingError, TeFastError, UnsupportedError
 from te_fast.tex.missing import NAMES
 
 E4M3, E5M2 = te.DType.kFloat8E4M3, te.DType.kFloat8E5M2
@@ -552,8 +552,33 @@ def test_errors_of_lists():
         tex.multi_tensor_adam(1, FLAG, [x] * 4, 0.1, 0.9, 0.9, 1e-8, 1, 2, 1, 0.0)
     with pytest.raises(RuntimeError, match=r"\[1, 0, 1\]"):
         tex.multi_tensor_sgd(1, FLAG, [x, [], x], 0.1, 0.9, 0.0, 0.3, False, False, False, 1.0)
+    with pytest.raises(tex.errors.ExtensionError, match="must be a list of lists of tensors"):
+        tex.multi_tensor_adam(1, FLAG, x[0], 0.1, 0.9, 0.9, 1e-8, 1, 1, 1, 0.0)
     tex.multi_tensor_adam(1, FLAG, [[]] * 4, 0.1, 0.9, 0.9, 1e-8, 1, 1, 1, 0.0)
     tex.multi_tensor_sgd(1, FLAG, [[]] * 3, 0.1, 0.9, 0.0, 0.3, False, False, False, 1.0)
+
+
+ONES = torch.ones(2, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("gelu", (None, None)),
+        ("dswiglu", (ONES, None, None)),
+        ("dbias_dgelu", (ONES, [1.0], None)),
+        ("scaled_swiglu", (ONES, None, None)),
+        ("rmsnorm_bwd", (ONES, ONES, None, ONES[0], 0, False)),
+        ("layernorm_bwd", (ONES, ONES, None, ONES[:, 0], ONES[0], 0, False)),
+        ("compute_amax", (None, ONES[0, :1])),
+        ("swap_first_dims", ([1.0],)),
+        ("thd_get_partitioned_indices", ([0, 4], 4, 2, 0)),
+    ],
+)
+def test_arguments_that_are_no_tensors_are_named(name, arguments):
+    with pytest.raises(TypeError, match=f"{name}: .* must be a torch.Tensor") as raised:
+        getattr(tex, name)(*arguments)
+    assert isinstance(raised.value, TeFastError)
 
 
 def test_queries():

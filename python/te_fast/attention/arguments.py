@@ -405,3 +405,65 @@ def check_bias(attention: Any, tensor: Any, slopes: Any, heads: int) -> None:
     if slopes is not None and (slopes.dim() not in (1, 2) or slopes.shape[-1] != heads):
         message = f"{attention.name}: alibi_slopes must be ({heads},) or (batch, {heads}), got {list(slopes.shape)}"
         raise ShapeError(message)
+
+
+# Rotary embeddings --------------------------------------------------------------------------------
+
+
+def check_tensors(op: str, **tensors: Any) -> None:
+    """Raise unless arguments are tensors.
+
+    Raises
+    ------
+    DtypeError
+        With the name of the first wrong argument.
+    """
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            message = f"{op}: {name} must be a torch.Tensor, got {type(tensor).__name__}"
+            raise DtypeError(message)
+
+
+def check_places(
+    op: str, device: torch.device, batch: int | None, places: dict[str, torch.Tensor | None]
+) -> None:
+    """Raise unless tensors can say where sequences begin.
+
+    Parameters
+    ----------
+    op : str
+        Name of the function, for messages.
+    device : torch.device
+        Where the angles are.
+    batch : int, optional
+        Number of sequences; without it, ``cu_seqlens`` says it.
+    places : dict
+        ``start_positions`` and ``cu_seqlens``.
+
+    Raises
+    ------
+    DtypeError, DeviceError
+        If one is no tensor of integers, or on another device.
+    ShapeError
+        If one has another number of dimensions than 1, or there are fewer start positions than sequences.
+    """
+    for name, tensor in places.items():
+        if tensor is None:
+            continue
+        check_tensors(op, **{name: tensor})
+        if tensor.device != device:
+            message = f"{op}: {name} must be on {device}, where the angles are, got {tensor.device}"
+            raise DeviceError(message)
+        if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool:
+            message = f"{op}: {name} must be integers, got {tensor.dtype}"
+            raise DtypeError(message)
+        if tensor.dim() != 1:
+            message = f"{op}: {name} must have one dimension, got shape {list(tensor.shape)}"
+            raise ShapeError(message)
+    starts, ends = places["start_positions"], places["cu_seqlens"]
+    if batch is None:
+        assert ends is not None
+        batch = ends.shape[0] - 1
+    if starts is not None and starts.shape[0] < batch:
+        message = f"{op}: start_positions must have one for each of {batch} sequences, got {starts.shape[0]}"
+        raise ShapeError(message)

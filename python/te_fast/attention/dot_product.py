@@ -47,6 +47,7 @@ from te_fast.parallel.checkpoint import Share
 from te_fast.parallel.ranks import divided
 from te_fast.runtime import native
 from te_fast.runtime.arguments import check_numbers
+from te_fast.runtime.collectives import check_is_group
 from te_fast.runtime.compiling import is_in_graph
 from te_fast.runtime.device import check_device
 from te_fast.runtime.recompute import checkpoint
@@ -299,6 +300,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             raise ShapeError(message)
         groups = cp_group if isinstance(cp_group, list) else [cp_group]
         for group in groups:
+            check_is_group(self.name, "cp_group", group)
             if group is not None and torch.distributed.get_world_size(group=group) > 1:
                 message = f"{self.name}: context parallelism (cp_group) is not supported yet"
                 raise UnsupportedError(message)

@@ -10,9 +10,11 @@ import torch
 from torch.compiler import is_compiling
 
 from te_fast.attention import operators
-from te_fast.errors import ArgumentError, DeviceError, DtypeError, ShapeError, UnsupportedError
+from te_fast.attention.arguments import check_places, check_tensors
+from te_fast.errors import ArgumentError, DeviceError, ShapeError, UnsupportedError
 from te_fast.layers.parameters import check_sizes
 from te_fast.runtime import native
+from te_fast.runtime.arguments import check_numbers
 from te_fast.runtime.compiling import is_exporting, is_unseen
 from te_fast.runtime.device import default_device
 
@@ -73,10 +75,12 @@ class RotaryPositionEmbedding(torch.nn.Module):
         interleaved: bool = False,
     ) -> None:
         super().__init__()
+        owner = type(self).__name__
+        check_numbers(owner, rotary_percent=rotary_percent, rotary_base=rotary_base)
         if rotary_percent < 1.0 and isinstance(dim, int | float):
             dim = int(dim * rotary_percent)
         # As in Transformer Engine, a width that is divided by heads may be a float.
-        check_sizes(type(self).__name__, dim=int(dim) if isinstance(dim, float) else dim)
+        check_sizes(owner, dim=int(dim) if isinstance(dim, float) else dim)
         self.seq_len_interpolation_factor = seq_len_interpolation_factor
         self.rotary_base = rotary_base
         device = torch.device("cuda") if torch.cuda.is_available() else default_device()
@@ -510,7 +514,8 @@ def _rotate_rounding(t: torch.Tensor, freqs: torch.Tensor, *, interleaved: bool)
     return torch.cat((turned, t[..., width:]), dim=-1)
 
 
-def _check(t: torch.Tensor, freqs: torch.Tensor, tensor_format: str) -> None:
+def _check(t: Any, freqs: Any, tensor_format: str) -> None:
+    check_tensors(_OP, t=t, freqs=freqs)
     if tensor_format not in ("sbhd", "bshd", "thd"):
         message = f"{_OP}: tensor_format must be 'sbhd', 'bshd' or 'thd', got {tensor_format!r}"
         raise ShapeError(message)
@@ -556,9 +561,10 @@ def angles_of(
     Raises
     ------
     ShapeError
-        If there are fewer angles than positions, channels make no pairs, or ranks share an odd number of tokens.
+        If there are fewer angles than positions, or fewer start positions than sequences, channels make no pairs, or
+        ranks share an odd number of tokens.
     DtypeError, DeviceError
-        If `start_positions` or `cu_seqlens` are no tensors, or on another device than the angles.
+        If `start_positions` or `cu_seqlens` are no tensors of integers, or on another device than the angles.
     """
     if freqs.dim() != 4 or freqs.shape[-1] % 2:
         message = (
@@ -566,15 +572,9 @@ def angles_of(
             f"{list(freqs.shape)}"
         )
         raise ShapeError(message)
-    for name, tensor in (("start_positions", start_positions), ("cu_seqlens", cu_seqlens)):
-        if tensor is None:
-            continue
-        if not isinstance(tensor, torch.Tensor):
-            message = f"{_OP}: {name} must be a torch.Tensor, got {type(tensor).__name__}"
-            raise DtypeError(message)
-        if tensor.device != freqs.device:
-            message = f"{_OP}: {name} must be on {freqs.device}, where the angles are, got {tensor.device}"
-            raise DeviceError(message)
+    batch = None if tensor_format == "thd" else shape[0 if tensor_format == "bshd" else 1]
+    places = {"start_positions": start_positions, "cu_seqlens": cu_seqlens}
+    check_places(_OP, freqs.device, batch, places)
     if tensor_format == "thd":
         assert cu_seqlens is not None
         if share.ranks != 1:
@@ -606,7 +606,6 @@ def angles_of(
         if length == freqs.shape[0]:
             return freqs.transpose(0, 1) if batch_first else freqs
         return freqs[:length].transpose(0, 1) if batch_first else freqs[:length]
-    batch = shape[0] if batch_first else shape[1]
     steps = share.positions(torch.arange(length, device=freqs.device), length // 2)
     positions = start_positions[:batch, None] + steps
     found = freqs[positions.clamp(0, freqs.shape[0] - 1), 0]  # (batch, length, 1, d_rot)
@@ -679,10 +678,6 @@ def apply_rotary_pos_emb(
     (True, False)
     """
     share = share_of(cp_size, cp_rank)
-    for name, tensor in (("t", t), ("freqs", freqs)):
-        if not isinstance(tensor, torch.Tensor):
-            message = f"{_OP}: {name} must be a torch.Tensor, got {type(tensor).__name__}"
-            raise DtypeError(message)
     _check(t, freqs, tensor_format)
     if tensor_format == "thd" and cu_seqlens is None:
         message = f"{_OP}: cu_seqlens must say where sequences begin when tensor_format is 'thd'"
@@ -766,6 +761,7 @@ def apply_fused_qkv_rotary_pos_emb(
         message = "apply_fused_qkv_rotary_pos_emb: tensor_format='thd' is not supported"
         raise UnsupportedError(message)
     share = share_of(cp_size, cp_rank, "apply_fused_qkv_rotary_pos_emb")
+    check_tensors("apply_fused_qkv_rotary_pos_emb", qkv=qkv, q_freqs=q_freqs, k_freqs=k_freqs)
     sizes = list(qkv_split_arg_list)
     for size in sizes:
         check_sizes("apply_fused_qkv_rotary_pos_emb", qkv_split_arg_list=size)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from te_fast.errors import DtypeError, RanksError, UnsupportedError
+from te_fast.errors import RanksError, UnsupportedError
 from te_fast.graphs.refusal import refusal
 from te_fast.moe.permutation import (
     moe_sort_chunks_by_index,
@@ -17,7 +17,12 @@ from te_fast.moe.permutation import (
 )
 from te_fast.parallel.ranks import divided
 from te_fast.runtime import native
-from te_fast.runtime.collectives import get_distributed_rank, get_distributed_world_size, named
+from te_fast.runtime.collectives import (
+    check_is_group,
+    get_distributed_rank,
+    get_distributed_world_size,
+    named,
+)
 from te_fast.runtime.second_order import differentiable_once
 
 #: Kinds of calls that are remembered.
@@ -75,14 +80,6 @@ class _Exchange(torch.autograd.Function):
         return (None, *ctx.splits.reverse().exchange(*grads))
 
 
-def _is_group(group: Any) -> bool:
-    """Tell whether this is a process group, or what ranks outside of a new group get in its place."""
-    known = torch.distributed
-    if not known.is_available():
-        return False
-    return isinstance(group, known.ProcessGroup) or group is known.GroupMember.NON_GROUP_MEMBER
-
-
 def expert_ranks(name: str, group: Any, num_experts: int) -> ExpertRanks | None:
     """Return the ranks of a group, which have equal numbers of experts; None if one rank has all.
 
@@ -97,11 +94,7 @@ def expert_ranks(name: str, group: Any, num_experts: int) -> ExpertRanks | None:
     """
     if group is None:
         return None
-    if not _is_group(group):
-        message = (
-            f"{name}: ep_group must be a torch.distributed.ProcessGroup, got {type(group).__name__}"
-        )
-        raise DtypeError(message)
+    check_is_group(name, "ep_group", group)
     size = get_distributed_world_size(group)
     if size < 1:
         message = f"{name}: this rank is not in ep_group; give the group that has it"

@@ -11,6 +11,7 @@ import torch
 
 from te_fast.errors import ArgumentError, DtypeError, ShapeError, StateError
 from te_fast.recipe import Recipe
+from te_fast.runtime.collectives import check_is_group
 from te_fast.runtime.global_state import default_recipe
 from te_fast.runtime.module_hooks import has_hooks
 
@@ -124,11 +125,7 @@ def quantization(count: int, **given: tuple[Any, Any]) -> Quantization:
     elif recipe is None:
         recipe = default_recipe()
     group, caches = values["amax_reduction_group"], bool(values["cache_quantized_params"])
-    if group is not None and not isinstance(group, torch.distributed.ProcessGroup):
-        message = (
-            f"{_NAME}: amax_reduction_group must be a torch.distributed.ProcessGroup, got {group!r}"
-        )
-        raise DtypeError(message)
+    check_is_group(_NAME, "amax_reduction_group", group)
     return Quantization(list(enabled), calibrating, recipe, group, caches)
 
 

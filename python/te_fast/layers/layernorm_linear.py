@@ -154,6 +154,9 @@ class LayerNormLinear(SplitLinear):
             return_bias=return_bias,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
             delay_wgrad_compute=delay_wgrad_compute,
+            return_layernorm_output=return_layernorm_output,
+            return_layernorm_output_gathered=return_layernorm_output_gathered,
+            zero_centered_gamma=zero_centered_gamma,
         )
         check_functions(
             self.name, init_method=init_method, get_rng_state_tracker=get_rng_state_tracker
@@ -161,7 +164,7 @@ class LayerNormLinear(SplitLinear):
         self._divide_features(in_features, out_features, parallel_mode)
         self.eps = eps
         self.normalization = normalization
-        self.zero_centered_gamma = zero_centered_gamma
+        self.zero_centered_gamma = bool(zero_centered_gamma)
         self.return_layernorm_output = return_layernorm_output
         self.return_layernorm_output_gathered = (
             return_layernorm_output and return_layernorm_output_gathered

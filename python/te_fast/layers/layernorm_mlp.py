@@ -200,6 +200,9 @@ class LayerNormMLP(ProgramLayer):
             return_bias=return_bias,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
             delay_wgrad_compute=delay_wgrad_compute,
+            return_layernorm_output=return_layernorm_output,
+            return_layernorm_output_gathered=return_layernorm_output_gathered,
+            zero_centered_gamma=zero_centered_gamma,
         )
         check_functions(
             self.name,
@@ -216,7 +219,7 @@ class LayerNormMLP(ProgramLayer):
         )
         self.eps = eps
         self.normalization = normalization
-        self.zero_centered_gamma = zero_centered_gamma
+        self.zero_centered_gamma = bool(zero_centered_gamma)
         self.return_layernorm_output = return_layernorm_output
         self.return_layernorm_output_gathered = return_layernorm_output_gathered
         self.activation, self.activation_params = activation, activation_params

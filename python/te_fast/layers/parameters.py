@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_fast.errors import DtypeError, UnsupportedError
+from te_fast.runtime.arguments import check_functions
 from te_fast.runtime.arguments import check_sizes as check_sizes  # layers take all checks from here
 from te_fast.runtime.device import check_device
 from te_fast.tensor.primary import initialise_quantized, is_quantized
@@ -112,14 +113,21 @@ def initialise(layer: Any, parameter: torch.Tensor, init: Init | None, *, forks:
         The function that initialises it; :func:`normal` by default.
     forks : bool
         Whether the layer's random number generator is forked for it, as for weights.
+
+    Raises
+    ------
+    DtypeError
+        If `init` or the layer's ``get_rng_state_tracker`` cannot be called.
     """
+    tracker = layer.get_rng_state_tracker if forks else None
+    check_functions(layer.name, init_method=init, get_rng_state_tracker=tracker)
     init = init or normal
     if is_quantized(parameter):
         init = partial(initialise_quantized, init=init)
     with torch.no_grad():
-        if not forks or layer.get_rng_state_tracker is None:
+        if tracker is None:
             init(parameter)
             return
         names = () if layer.rng_tracker_name is None else (layer.rng_tracker_name,)
-        with layer.get_rng_state_tracker().fork(*names):
+        with tracker().fork(*names):
             init(parameter)

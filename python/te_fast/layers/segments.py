@@ -69,10 +69,9 @@ class Segments:
         ShapeError
             If rows cannot be shared out among the ranks.
         """
-        wanted = torch.is_grad_enabled() and (
-            x.requires_grad or any([parameter.requires_grad for parameter in parameters])
-        )
-        self.body.check(x, wanted=wanted, needs_x=x.requires_grad)
+        needs = [parameter.requires_grad for parameter in parameters]
+        wanted = torch.is_grad_enabled() and (x.requires_grad or any(needs))
+        self.body.check(x, wanted=wanted, needs_x=x.requires_grad, needs=needs if wanted else ())
         call = _Call(self, layer, version, is_first_microbatch)
         if wanted:
             return _apply_function(call, x, *parameters)

@@ -17,6 +17,7 @@ from te_fast.layers.parameters import (
 from te_fast.layers.parts import PartedLayer, concatenate
 from te_fast.parallel.ranks import divided
 from te_fast.runtime import native
+from te_fast.runtime.arguments import check_sizes
 from te_fast.runtime.calls import layer_call_method
 from te_fast.runtime.collectives import mark_share
 from te_fast.runtime.parts import joined
@@ -50,6 +51,9 @@ def split_sizes(parameters_split: Parts, total: int, layer: str) -> dict[str, in
         message = f"{layer}: parameters_split must name the parts, sizes are the values of a dict; got {given}"
         raise DtypeError(message)
     if isinstance(parameters_split, dict):
+        check_sizes(
+            layer, **{f"parameters_split[{name!r}]": n for name, n in parameters_split.items()}
+        )
         sizes = list(parameters_split.values())
     else:
         sizes = [total // len(parameters_split)] * len(parameters_split)

@@ -9,7 +9,16 @@ import torch
 from torch import distributed
 from torch.nn import functional
 
-from te_fast.errors import ArgumentError, DtypeError, RanksError, ShapeError, StateError
+from te_fast.errors import (
+    ArgumentError,
+    ArgumentIndexError,
+    DtypeError,
+    RanksError,
+    ShapeError,
+    StateError,
+)
+from te_fast.runtime.arguments import check_numbers
+from te_fast.runtime.collectives import check_is_group
 from te_fast.runtime.second_order import differentiable_once
 
 
@@ -30,8 +39,9 @@ class _Losses(torch.autograd.Function):
         share = logs.exp_()
         if smoothing:
             share.sub_(uniform)
-        column = target.masked_fill(is_ignored, 0)
-        share.scatter_add_(1, column[:, None], share.new_full((len(column), 1), smoothing - 1.0))
+        if logits.shape[1]:  # otherwise all targets are ignored
+            column = target.masked_fill(is_ignored, 0)[:, None]
+            share.scatter_add_(1, column, share.new_full(column.shape, smoothing - 1.0))
         ctx.save_for_backward(share)
         # No saved tensor: neither an input nor a result, and small.
         ctx.is_ignored, ctx.dtype = is_ignored, logits.dtype
@@ -128,6 +138,8 @@ def _place(group: Any) -> tuple[int, int]:
     """Return this rank's number and the number of ranks."""
     if group is None:
         return 0, 1
+    if not torch.compiler.is_compiling():
+        check_is_group("parallel_cross_entropy", "dist_process_group", group)
     rank, ranks = distributed.get_rank(group), distributed.get_world_size(group)
     if rank < 0:
         message = "parallel_cross_entropy: this rank is not in dist_process_group; give the group that has it"
@@ -199,9 +211,10 @@ def parallel_cross_entropy(
     ShapeError
         If the target's shape is not that of the rows, or logits to be overwritten are not contiguous.
     DtypeError
-        If logits are not floating-point numbers, or targets are not integers.
+        If logits are not floating-point numbers, targets or `ignore_idx` are not integers, or `label_smoothing` is no
+        number.
     ArgumentError
-        If `label_smoothing` is not from 0 to 1.
+        If `label_smoothing` is not from 0 to 1, or, on one rank and a CPU, a target is not in the vocabulary.
     RanksError
         If this rank is not in the group, or another rank is gone. Ranks do not compare how many rows they have, since
         the function would have to wait for the GPU.
@@ -225,7 +238,7 @@ def parallel_cross_entropy(
         message = "parallel_cross_entropy: _input is deprecated; give inp"
         warnings.warn(message, FutureWarning, stacklevel=2)
         inp = _input
-    _check(inp, target, label_smoothing)
+    _check(inp, target, label_smoothing, ignore_idx)
     columns = target.reshape(-1).long()
     rows = inp.reshape(columns.shape[0], inp.shape[-1])
     overwrites = overwrite_input and not torch.compiler.is_compiling()
@@ -253,29 +266,49 @@ def _losses(
     rows: torch.Tensor, columns: torch.Tensor, smoothing: float, ignored: int
 ) -> torch.Tensor:
     """Return the losses of whole rows: torch's own where they need no gradient, or a compiler fuses it."""
-    if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and rows.requires_grad):
-        return functional.cross_entropy(
-            rows.float(),
-            columns,
-            ignore_index=ignored,
-            reduction="none",
-            label_smoothing=smoothing,
+    if torch.compiler.is_compiling():
+        return _torchs_losses(rows, columns, smoothing, ignored)
+    function = _Losses.apply if torch.is_grad_enabled() and rows.requires_grad else _torchs_losses
+    try:
+        losses: torch.Tensor = function(rows, columns, smoothing, ignored)
+    except IndexError as error:  # on CPUs; on GPUs torch asserts
+        message = (
+            f"parallel_cross_entropy: targets must be from 0 to below the {rows.shape[1]} columns of logits, or "
+            f"ignore_idx = {ignored}: {error}"
         )
-    losses: torch.Tensor = _Losses.apply(rows, columns, smoothing, ignored)
+        raise ArgumentIndexError(message) from error
     return losses
 
 
-def _check(inp: Any, target: Any, smoothing: float) -> None:
+def _torchs_losses(
+    rows: torch.Tensor, columns: torch.Tensor, smoothing: float, ignored: int
+) -> torch.Tensor:
+    return functional.cross_entropy(
+        rows.float(),
+        columns,
+        ignore_index=ignored,
+        reduction="none",
+        label_smoothing=smoothing,
+    )
+
+
+def _check(inp: Any, target: Any, smoothing: Any, ignored: Any) -> None:
     if not (isinstance(inp, torch.Tensor) and isinstance(target, torch.Tensor)):
         message = (
             "parallel_cross_entropy: expected tensors of logits and of integers, got "
             f"{type(inp).__name__} and {type(target).__name__}"
         )
         raise DtypeError(message)
+    check_numbers("parallel_cross_entropy", label_smoothing=smoothing)
     if not 0.0 <= smoothing <= 1.0:
         message = f"parallel_cross_entropy: label_smoothing must be from 0 to 1, got {smoothing}"
         raise ArgumentError(message)
-    if not inp.is_floating_point() or target.is_floating_point() or target.dtype is torch.bool:
+    if type(ignored) is not int and not hasattr(ignored, "__index__"):
+        got = f"{type(ignored).__name__} {ignored!r}"
+        message = f"parallel_cross_entropy: ignore_idx must be an integer, got {got}"
+        raise DtypeError(message)
+    is_integer = not (target.is_floating_point() or target.is_complex())
+    if not inp.is_floating_point() or not is_integer or target.dtype is torch.bool:
         message = f"parallel_cross_entropy: expected logits and integers, got {inp.dtype} and {target.dtype}"
         raise DtypeError(message)
     if inp.dim() == 0 or inp.shape[:-1].numel() != target.numel():

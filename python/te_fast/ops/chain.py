@@ -334,7 +334,8 @@ class Call:
         wanted = self.first < len(self.plan.ops)
         needs_x = self.input_needs_grad or self.first < first
         parameters = tuple([p for index in step.indices for p in self.plan.parameters_of(index)])
-        segment.check(x, wanted=wanted, needs_x=needs_x)
+        needs = [parameter.requires_grad for parameter in parameters] if wanted else ()
+        segment.check(x, wanted=wanted, needs_x=needs_x, needs=needs)
         quantizer = getattr(self.plan.ops[first], "_quantizer_of_rows", None)
         y, outputs, run, _ = segment.forward(
             self.fuser,

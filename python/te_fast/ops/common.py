@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 
 from te_fast.errors import ArgumentError, DtypeError, RanksError
-from te_fast.runtime.collectives import get_distributed_world_size
+from te_fast.runtime.collectives import check_is_group, get_distributed_world_size
 from te_fast.runtime.device import check_device, default_device
 
 #: Types that programs compute in.
@@ -102,9 +102,12 @@ def size_of_ranks(group: Any, op: str, argument: str) -> int:
 
     Raises
     ------
+    DtypeError
+        If it is no process group.
     RanksError
         If this rank is not in it.
     """
+    check_is_group(op, argument, group)
     size = get_distributed_world_size(group)
     if size < 1:
         message = f"{op}: this rank is not in {argument}; give the group that has it"

@@ -148,7 +148,7 @@ class FusedAdam(torch.optim.Optimizer):
         check_betas("FusedAdam", betas)
         warn_of_set_grad_none("FusedAdam", set_grad_none)
         defaults = {
-            "lr": torch.tensor(lr, dtype=torch.float32) if capturable else lr,
+            "lr": torch.as_tensor(lr, dtype=torch.float32).detach().clone() if capturable else lr,
             "bias_correction": bias_correction,
             "betas": betas,
             "eps": eps,
@@ -485,23 +485,52 @@ class FusedAdam(torch.optim.Optimizer):
         StateError
             For quantised parameters without master weights.
         UnsupportedError
-            For sparse gradients, and for quantised parameters with `capturable`.
+            For sparse gradients, parameters of other types, and quantised parameters with `capturable`. In all cases
+            no parameter and no state has changed.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            found_inf, grad_scale = self._scaler_state(group, grad_scaler)
+        # Whatever a group lacks is refused before any group is written or counted.
+        given = [self._checked_gradients(group) for group in self.param_groups]
+        scales = [self._scaler_state(group, grad_scaler) for group in self.param_groups]
+        for group, pairs, (found_inf, grad_scale) in zip(
+            self.param_groups, given, scales, strict=True
+        ):
             self._count(group, found_inf)
-            updates = [
-                _Update(self, parameter, grad)
-                for parameter in group["params"]
-                if (grad := self._gradient(parameter)) is not None and grad.numel() > 0
-            ]
+            updates = [_Update(self, parameter, grad) for parameter, grad in pairs]
             if updates:
                 self._apply(group, updates, found_inf, grad_scale)
         return loss
+
+    def _checked_gradients(self, group: dict[str, Any]) -> list[tuple[Any, torch.Tensor]]:
+        """Return a group's parameters that have gradients, with these, after a check of all."""
+        pairs = []
+        for parameter in group["params"]:
+            grad = self._gradient(parameter)
+            if grad is not None and grad.numel() > 0:
+                self._check_parameter(_local(parameter))
+                pairs.append((parameter, grad))
+        return pairs
+
+    def _check_parameter(self, local: Any) -> None:
+        """Refuse a parameter that the step cannot write."""
+        quantized = is_quantized(local)
+        if quantized and not self.master_weights:
+            message = (
+                f"FusedAdam: a parameter is a {type(local).__name__}, which needs master weights; make the "
+                "optimizer with master_weights=True"
+            )
+            raise StateError(message)
+        if quantized and self.capturable:
+            message = "FusedAdam: quantised parameters are not supported with capturable=True"
+            raise UnsupportedError(message)
+        if local.dtype not in _WEIGHTS:
+            message = (
+                f"FusedAdam: parameters must be FP32, FP16, BF16 or quantised, got {local.dtype}"
+            )
+            raise UnsupportedError(message)
 
     def _scaler_state(
         self, group: dict[str, Any], grad_scaler: Any
@@ -591,7 +620,6 @@ class _Update:
         self.given_grad = _local(grad)
         self._quantized = is_quantized(self.local)
         self._remainder = optimizer._keeps_remainder(parameter, _MASTER)
-        self._check()
         if self._remainder:
             kept = optimizer.get_unscaled_state(parameter, _MASTER)
             self.main = stored.join(self.local, kept)
@@ -609,21 +637,6 @@ class _Update:
         self.is_rounded = (
             self.main is not self.local and not self._quantized and not self._remainder
         )
-
-    def _check(self) -> None:
-        """Refuse parameters that the step cannot write."""
-        if self._quantized and not self._optimizer.master_weights:
-            message = (
-                f"FusedAdam: a parameter is a {type(self.local).__name__}, which needs master weights; make the "
-                "optimizer with master_weights=True"
-            )
-            raise StateError(message)
-        if self._quantized and self._optimizer.capturable:
-            message = "FusedAdam: quantised parameters are not supported with capturable=True"
-            raise UnsupportedError(message)
-        if self.local.dtype not in _WEIGHTS:
-            message = f"FusedAdam: parameters must be FP32, FP16, BF16 or quantised, got {self.local.dtype}"
-            raise UnsupportedError(message)
 
     def keep(self) -> None:
         """Store the kernel's results, except a rounded parameter."""

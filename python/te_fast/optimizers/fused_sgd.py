@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -119,16 +120,10 @@ class FusedSGD(torch.optim.SGD):
         torch's kernel takes a list in which all parameters have momentum, or none. In the latter case it leaves
         uninitialised memory behind if ``found_inf`` skips the step.
         """
+        if group is self.param_groups[0]:  # before any group is written
+            self._check_parameters()
         has_sparse: bool = super()._init_group(group, params, grads, momentum_buffer_list)
-        if has_sparse:  # torch refuses these
-            return has_sparse
         for at, param in enumerate(params):
-            if has_gaps(param):
-                message = (
-                    "FusedSGD: a parameter's memory must have no gaps, got shape "
-                    f"{list(param.shape)} and strides {param.stride()}; make it contiguous"
-                )
-                raise UnsupportedError(message)
             grads[at] = laid_out_as(grads[at], param)
         if group["momentum"] == 0.0:
             return has_sparse
@@ -140,6 +135,21 @@ class FusedSGD(torch.optim.SGD):
                 torch.zeros_like(grad) if buffer is None else laid_out_as(buffer, grad)
             )
         return has_sparse
+
+    def _check_parameters(self) -> None:
+        """Refuse parameters and gradients that the step cannot take."""
+        for param in chain.from_iterable(group["params"] for group in self.param_groups):
+            if param.grad is None:
+                continue
+            if param.grad.is_sparse:
+                message = f"FusedSGD: sparse gradients are not supported, got {param.grad.layout}"
+                raise UnsupportedError(message)
+            if has_gaps(param):
+                message = (
+                    "FusedSGD: a parameter's memory must have no gaps, got shape "
+                    f"{list(param.shape)} and strides {param.stride()}; make it contiguous"
+                )
+                raise UnsupportedError(message)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Drop the gradients, or fill them with zeros.

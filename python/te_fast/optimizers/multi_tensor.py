@@ -23,6 +23,21 @@ def local_part(tensor: Any) -> torch.Tensor:
     return tensor.to_local()
 
 
+def are_lists(tensor_lists: Any) -> bool:
+    """Tell whether this is a list of lists of tensors."""
+    kinds = (list, tuple)
+    return isinstance(tensor_lists, kinds) and all(
+        isinstance(tensors, kinds) and all(isinstance(one, torch.Tensor) for one in tensors)
+        for tensors in tensor_lists
+    )
+
+
+def _check_one(name: str, tensor_lists: Any) -> None:
+    if not are_lists(tensor_lists) or len(tensor_lists) == 0:
+        message = f"{name}: expected a list of one list of tensors"
+        raise ListsError(message)
+
+
 class MultiTensorApply:
     """Calls a function over lists of tensors.
 
@@ -129,6 +144,11 @@ def multi_tensor_l2norm(
     norms : torch.Tensor
         FP32 ``(tensors,)``, or ``(0,)``.
 
+    Raises
+    ------
+    ListsError
+        If there is no list of tensors.
+
     See Also
     --------
     multi_tensor_unscale_l2norm : The norm of the tensors times a factor.
@@ -142,6 +162,7 @@ def multi_tensor_l2norm(
     >>> multi_tensor_l2norm(0, flag, [[torch.ones(9), torch.ones(16)]], per_tensor_python=True)
     (tensor([5.]), tensor([3., 4.]))
     """
+    _check_one("multi_tensor_l2norm", tensor_lists)
     return _norms(tensor_lists[0], bool(per_tensor_python), noop_flag.device)
 
 
@@ -168,6 +189,11 @@ def multi_tensor_unscale_l2norm(
     norms : torch.Tensor
         FP32 ``(tensors,)``, or ``(0,)``.
 
+    Raises
+    ------
+    ListsError
+        If there is no list of tensors.
+
     See Also
     --------
     multi_tensor_l2norm : The norm of the tensors as they are.
@@ -181,6 +207,7 @@ def multi_tensor_unscale_l2norm(
     >>> norm
     tensor([1.5000])
     """
+    _check_one("multi_tensor_unscale_l2norm", tensor_lists)
     total, norms = _norms(tensor_lists[0], bool(per_tensor_python), noop_flag.device)
     factor = inv_scale.float().reshape(()).abs()
     return total * factor, norms * factor
@@ -216,8 +243,9 @@ def _copy_times(tensor_lists: Lists, scale: float | torch.Tensor) -> None:
 
 
 def _check_pair(name: str, tensor_lists: Lists) -> None:
-    if len(tensor_lists) != 2:
-        message = f"{name}: expected two lists, from and to, got {len(tensor_lists)}"
+    if not are_lists(tensor_lists) or len(tensor_lists) != 2:
+        got = len(tensor_lists) if are_lists(tensor_lists) else "no lists of tensors"
+        message = f"{name}: expected two lists, from and to, got {got}"
         raise ListsError(message)
     shapes = [[tensor.shape for tensor in tensors] for tensors in tensor_lists]
     if shapes[0] == shapes[1]:

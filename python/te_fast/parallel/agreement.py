@@ -51,6 +51,7 @@ class Agreement:
         *,
         wanted: bool,
         needs_input: bool,
+        needs: Sequence[bool] = (),
         splits: Sequence[int] | None = None,
     ) -> None:
         """Compare a call with the calls of the other ranks, if it is of a new kind, or in debug mode.
@@ -61,6 +62,8 @@ class Agreement:
             Input of the layer.
         wanted, needs_input : bool
             Whether any tensor needs a gradient, and whether the input does.
+        needs : list of bool
+            Which parameters need one, if any tensor does: backward's collectives depend on that.
         splits : list of int, optional
             Rows of each expert.
 
@@ -73,13 +76,14 @@ class Agreement:
             return
         enabled, _, _, _, _, epoch = native.autocast_region()
         chunks = setting()
-        kind = (x.shape, x.dtype, x.device, wanted, needs_input, epoch if enabled else None, chunks)
+        wants = (wanted, needs_input, *needs)
+        kind = (x.shape, x.dtype, x.device, wants, epoch if enabled else None, chunks)
         is_known = kind in self._known and not _config.DEBUG
         if is_known or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
         recipe = native.autocast_objects()[0] if enabled else None
         shown = "none" if recipe is None else str(sorted(recipe._describe().items()))
-        self._compare(x, shown, splits, wanted=wanted, needs_input=needs_input)
+        self._compare(x, shown, splits, wants)
         if len(self._known) >= _LIMIT:
             self._known.clear()
         self._known.add(kind)
@@ -89,9 +93,7 @@ class Agreement:
         x: torch.Tensor,
         recipe: str,
         splits: Sequence[int] | None,
-        *,
-        wanted: bool,
-        needs_input: bool,
+        wants: tuple[bool, ...],
     ) -> None:
         own = {
             "name of the layer that is called": [zlib.crc32(self._name.encode())],
@@ -99,7 +101,7 @@ class Agreement:
             "input's type": [zlib.crc32(str(x.dtype).encode())],
             "recipe": [zlib.crc32(recipe.encode())],
             "sizes and settings of the layer": [zlib.crc32(self._layer.encode())],
-            "set of what wants gradients": [int(wanted), int(needs_input)],
+            "set of what wants gradients": [zlib.crc32(bytes(wants))],
             "number of each expert's rows": [zlib.crc32(repr(splits).encode())],
             "communication_chunks, or CUDA_DEVICE_MAX_CONNECTIONS,": list(map(int, setting())),
         }
@@ -168,5 +170,9 @@ def compare_experts_in_debug(
     needed = [x.requires_grad, *(parameter.requires_grad for parameter in layer.parameters())]
     wanted = torch.is_grad_enabled() and any(needed)
     Agreement(layer.name, layer.tp_group, str(settings)).check(
-        x, wanted=wanted, needs_input=wanted and needed[0], splits=counts
+        x,
+        wanted=wanted,
+        needs_input=wanted and needed[0],
+        needs=needed[1:] if wanted else (),
+        splits=counts,
     )

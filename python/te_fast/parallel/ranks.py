@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Any, Literal
 
 from te_fast.errors import ArgumentError, RanksError, ShapeError
-from te_fast.runtime.collectives import get_distributed_world_size
+from te_fast.runtime.collectives import check_is_group, get_distributed_world_size
 
 #: Collective before the first linear op: the input is gathered, or is the same on all ranks.
 Before = Literal["gather", "copy"]
@@ -141,6 +141,8 @@ def size_of_group(layer: str, group: Any, given: int) -> int:
     ------
     ArgumentError
         If the size is not a positive integer, or not the group's.
+    DtypeError
+        If the group is no process group.
     RanksError
         If this rank is not in the group.
     """
@@ -149,6 +151,7 @@ def size_of_group(layer: str, group: Any, given: int) -> int:
         raise ArgumentError(message)
     if group is None:
         return given
+    check_is_group(layer, "tp_group", group)
     size = get_distributed_world_size(group)
     if size < 1:
         message = f"{layer}: this rank is not in tp_group; give the group that has it"
@@ -164,9 +167,12 @@ def check_group(layer: str, group: Any, size: int) -> None:
 
     Raises
     ------
+    DtypeError
+        If it is no process group.
     RanksError
         If the group has another number of ranks, or this rank is not in it.
     """
+    check_is_group(layer, "tp_group", group)
     got = 1 if group is None else get_distributed_world_size(group)
     if got != size:
         count = "this rank is not in it" if got < 1 else f"it has {got} ranks"

@@ -102,8 +102,12 @@ class Segment:
         self._agreement = Agreement(name, group, f"{exchange} {kind}")
         self._epoch: int | None = None
 
-    def check(self, x: torch.Tensor, *, wanted: bool, needs_x: bool) -> None:
+    def check(
+        self, x: torch.Tensor, *, wanted: bool, needs_x: bool, needs: Sequence[bool] = ()
+    ) -> None:
         """Raise unless all ranks call the segment in the same way, and can divide its rows.
+
+        `needs` says which parameters need gradients, if any tensor does.
 
         Raises
         ------
@@ -115,7 +119,7 @@ class Segment:
         if self.exchange.behind == "scatter" and self.exchange.before != "gather":
             rows_of = x.shape[0] if x.dim() > 1 else 1
             check_rows(rows_of, self.ranks.size, f"{self.ranks.name}: sequence_parallel")
-        self._agreement.check(x, wanted=wanted, needs_input=needs_x)
+        self._agreement.check(x, wanted=wanted, needs_input=needs_x, needs=needs)
 
     def forward(
         self,

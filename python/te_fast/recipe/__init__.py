@@ -342,8 +342,14 @@ class Float8BlockScaling(Recipe):
             "Float8BlockScaling: 2D by 2D block gemm not supported.",
         )
         for name in _GEMMS:
+            gemm = getattr(self, name)
+            got = type(gemm).__name__
             require(
-                getattr(self, name).use_split_accumulator,
+                isinstance(gemm, MMParams),
+                f"Float8BlockScaling: {name} must be an MMParams, got {got}.",
+            )
+            require(
+                gemm.use_split_accumulator,
                 f"Float8BlockScaling: Split accumulator required for {name.rpartition('_')[2]}.",
             )
         require(

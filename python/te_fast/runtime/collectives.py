@@ -8,7 +8,14 @@ from typing import Any
 
 import torch
 
-from te_fast.errors import RanksError, ShapeError, StateError, TeFastError, UnsupportedError
+from te_fast.errors import (
+    DtypeError,
+    RanksError,
+    ShapeError,
+    StateError,
+    TeFastError,
+    UnsupportedError,
+)
 
 #: torch's handle of a running collective; None if there is nothing to wait for.
 Handle = Any
@@ -32,6 +39,27 @@ def named(name: str, collective: str) -> Iterator[None]:
             f"else: {error}"
         )
         raise RanksError(message) from error
+
+
+def check_is_group(owner: str, argument: str, group: Any) -> None:
+    """Raise unless this is a process group, what ranks outside of a new group get in its place, or None.
+
+    Raises
+    ------
+    DtypeError
+        Naming the owner and the argument.
+    """
+    known = torch.distributed
+    if group is None or not known.is_available() or isinstance(group, known.ProcessGroup):
+        return
+    if group is known.GroupMember.NON_GROUP_MEMBER:
+        return
+    remedy = "; give its get_group()" if hasattr(group, "get_group") else ""
+    message = (
+        f"{owner}: {argument} must be a torch.distributed.ProcessGroup, got "
+        f"{type(group).__name__}{remedy}"
+    )
+    raise DtypeError(message)
 
 
 def get_distributed_world_size(group: Any = None) -> int:
@@ -111,6 +139,12 @@ def check_rows(rows: int, size: int, what: str) -> None:
         raise ShapeError(message)
 
 
+def _check_has_rows(function: str, x: torch.Tensor) -> None:
+    if x.dim() == 0:
+        message = f"{function}: the tensor must have a first dimension, got a scalar"
+        raise ShapeError(message)
+
+
 def gather_along_first_dim(
     inp: torch.Tensor, process_group: Any, async_op: bool = False, quantizer: Any = None
 ) -> tuple[torch.Tensor, Handle]:
@@ -138,6 +172,8 @@ def gather_along_first_dim(
     ------
     UnsupportedError
         For a quantizer.
+    ShapeError
+        If several ranks gather a scalar.
 
     See Also
     --------
@@ -156,9 +192,11 @@ def gather_along_first_dim(
     if quantizer is not None:
         message = "gather_along_first_dim: quantizer is not supported yet; gather, then quantise"
         raise UnsupportedError(message)
+    check_is_group("gather_along_first_dim", "process_group", process_group)
     size = get_distributed_world_size(process_group)
     if size == 1:
         return inp, None
+    _check_has_rows("gather_along_first_dim", inp)
     inp = inp.contiguous()
     out = inp.new_empty((inp.shape[0] * size, *inp.shape[1:]))
     if inp.numel() == 0:
@@ -193,7 +231,7 @@ def reduce_scatter_along_first_dim(
     Raises
     ------
     ShapeError
-        If the first dimension cannot be divided among the ranks.
+        If the first dimension cannot be divided among the ranks, or there is none.
 
     See Also
     --------
@@ -207,9 +245,11 @@ def reduce_scatter_along_first_dim(
     >>> tuple(share.shape), handle
     ((4, 8), None)
     """
+    check_is_group("reduce_scatter_along_first_dim", "tp_group", tp_group)
     size = get_distributed_world_size(tp_group)
     if size == 1:
         return inp, None
+    _check_has_rows("reduce_scatter_along_first_dim", inp)
     check_rows(inp.shape[0], size, "reduce_scatter_along_first_dim")
     inp = inp.contiguous()
     out = inp.new_empty((inp.shape[0] // size, *inp.shape[1:]))
@@ -252,6 +292,7 @@ def allreduce(
     >>> total.tolist()
     [1.0, 1.0]
     """
+    check_is_group("allreduce", "tp_group", tp_group)
     if get_distributed_world_size(tp_group) == 1 or inp.numel() == 0:
         return inp, None
     return inp, torch.distributed.all_reduce(inp, group=tp_group, async_op=async_op)
@@ -292,6 +333,7 @@ def split_tensor_into_1d_equal_chunks(
     >>> te.distributed.split_tensor_into_1d_equal_chunks(torch.zeros(2, 2), None).shape
     torch.Size([4])
     """
+    check_is_group("split_tensor_into_1d_equal_chunks", "tp_group", tp_group)
     size = get_distributed_world_size(tp_group)
     if tensor.numel() % size != 0:
         message = (

@@ -20,7 +20,7 @@ from te_fast import _config
 from te_fast.errors import RanksError, RecipeError, StateError
 from te_fast.recipe import DelayedScaling, Format, Recipe
 from te_fast.runtime import native
-from te_fast.runtime.collectives import named
+from te_fast.runtime.collectives import check_is_group, named
 from te_fast.runtime.scale_update import largest_of, scaling_factor, update_history
 
 # torch without torch.distributed has no such function.
@@ -320,7 +320,14 @@ def _world_size(group: Any, all_gone: bool) -> int:
             torch.distributed.get_process_group_ranks(group)
         except KeyError:
             return 1
-    return torch.distributed.get_world_size(group=group)
+    try:
+        size = torch.distributed.get_world_size(group=group)
+    except (AttributeError, TypeError, ValueError):
+        check_is_group("autocast", "amax_reduction_group", group)
+        raise
+    if hasattr(group, "get_group"):  # a mesh, which has ranks, but no collectives
+        check_is_group("autocast", "amax_reduction_group", group)
+    return size
 
 
 def _agree(slots: list[tuple[int | None, int]], group: Any, maxima: torch.Tensor) -> None:

@@ -13,7 +13,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from te_fast.errors import DtypeError, RanksError
 from te_fast.runtime import native, scale_tape
+from te_fast.runtime.arguments import check_functions
 from te_fast.runtime.collectives import (
+    check_is_group,
     gather_split_1d_tensor,
     is_initialized,
     named,
@@ -280,6 +282,7 @@ def _distributed(x: Any, group: Any) -> saved_tensors_hooks:
             f"{type(x).__name__}"
         )
         raise DtypeError(message)
+    check_is_group("checkpoint", "tp_group", group)
     if not is_initialized():
         message = (
             "checkpoint: distribute_saved_activations needs a process group; call torch.distributed's "
@@ -412,7 +415,8 @@ def checkpoint(
     Raises
     ------
     DtypeError
-        If the argument that is to be distributed is no tensor.
+        If the argument that is to be distributed is no tensor, `function` or `get_rng_state_tracker` cannot be called,
+        or `tp_group` is no process group.
     ShapeError
         If its elements cannot be shared out among the ranks.
     RanksError
@@ -455,6 +459,10 @@ def checkpoint(
     }
     if is_in_graph():
         return checkpoint_in_graph(function, args, options, kwargs)
+    if not callable(function):
+        message = f"checkpoint: function must be callable, got {type(function).__name__}"
+        raise DtypeError(message)
+    check_functions("checkpoint", get_rng_state_tracker=get_rng_state_tracker)
     run = _Checkpointed(function, kwargs, get_rng_state_tracker)
     if distribute_saved_activations:
         with _distributed(args[0] if args else None, tp_group):

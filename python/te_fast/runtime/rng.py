@@ -181,7 +181,7 @@ class CudaRNGStatesTracker:
         Raises
         ------
         DtypeError
-            If a state is a tensor, not a generator, or `states` is no dict.
+            If a state is no generator, or `states` is no dict; all states stay as they were.
         """
         if not isinstance(states, dict):
             message = (
@@ -190,10 +190,11 @@ class CudaRNGStatesTracker:
             )
             raise DtypeError(message)
         for name, state in states.items():
-            if isinstance(state, torch.Tensor):  # Megatron-LM's tracker has such states
+            if not hasattr(state, "manual_seed"):  # Megatron-LM's tracker has tensors
+                got = "a tensor" if isinstance(state, torch.Tensor) else type(state).__name__
                 message = (
                     f"CudaRNGStatesTracker.set_states: state {name!r} must be a torch.Generator, as get_states() "
-                    "returns, got a tensor"
+                    f"returns, got {got}"
                 )
                 raise DtypeError(message)
         self.states_ = states

@@ -9,7 +9,7 @@ import torch
 
 from te_fast import dispatch
 from te_fast.dispatch import ActivationFunction, ActivationOutputs
-from te_fast.tex.errors import ExtensionError
+from te_fast.tex.errors import ExtensionError, check_tensors
 from te_fast.tex.outputs import check_quantizer, finished, fused, rows_of
 
 _PLAIN = ("gelu", "qgelu", "relu", "srelu", "silu")
@@ -17,6 +17,7 @@ _GATED = ("glu", "geglu", "qgeglu", "reglu", "sreglu", "swiglu")
 
 
 def _check(op: str, function: ActivationFunction, x: torch.Tensor, quantizer: Any) -> None:
+    check_tensors(op, input=x)
     check_quantizer(op, quantizer)
     if x.dim() == 0 or x.shape[-1] % function.halves:
         message = f"{op}: the input must have an even number of columns, got shape {list(x.shape)}"
@@ -158,6 +159,7 @@ def _make_with_bias(name: str) -> Callable[..., Any]:
     function, op = ActivationFunction(name), f"dbias_d{name}"
 
     def apply(grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Any) -> list[Any]:
+        check_tensors(op, grad=grad, fwd_input=fwd_input)
         sums = torch.zeros(fwd_input.shape[-1], dtype=fwd_input.dtype, device=fwd_input.device)
         if fwd_input.numel() == 0:
             return [sums, backward(op, function, grad, fwd_input, quantizer)]

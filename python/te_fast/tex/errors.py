@@ -2,8 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+
 from te_fast.errors import TeFastError
 
 
 class ExtensionError(TeFastError, RuntimeError, ValueError, TypeError):
     """A shape, type or combination does not fit; Transformer Engine's C++ raises ``RuntimeError``."""
+
+
+def check_tensors(op: str, **given: Any) -> None:
+    """Raise unless arguments are tensors, as the extension's signatures do.
+
+    Raises
+    ------
+    ExtensionError
+        With the name of the first wrong argument.
+    """
+    for name, value in given.items():
+        if not isinstance(value, torch.Tensor):
+            message = f"{op}: {name} must be a torch.Tensor, got {type(value).__name__}"
+            raise ExtensionError(message)

@@ -14,6 +14,7 @@ from te_fast.errors import UnsupportedError
 from te_fast.optimizers.fused_adam import NO_CORRECTION
 from te_fast.optimizers.layouts import laid_out_as, without_gaps
 from te_fast.optimizers.multi_tensor import (
+    are_lists,
     multi_tensor_l2norm,
     multi_tensor_scale,
     multi_tensor_scale_tensor,
@@ -38,6 +39,9 @@ Lists = Sequence[list[torch.Tensor]]
 
 
 def _check_lists(op: str, tensor_lists: Lists, *counts: int) -> None:
+    if not are_lists(tensor_lists):
+        message = f"{op}: tensor_lists must be a list of lists of tensors"
+        raise ExtensionError(message)
     lengths = [len(tensors) for tensors in tensor_lists]
     if len(lengths) not in counts or len(set(lengths)) != 1:
         expected = " or ".join(map(str, counts))

@@ -10,7 +10,7 @@ from te_fast import dispatch
 from te_fast.dispatch import NormFunction, NormOutputs
 from te_fast.tensor.dtypes import DType, TE_DType_To_Torch
 from te_fast.tensor.storage import QuantizedTensorStorage
-from te_fast.tex.errors import ExtensionError
+from te_fast.tex.errors import ExtensionError, check_tensors
 from te_fast.tex.outputs import check_quantizer, finished, fused, rows_of
 
 
@@ -200,6 +200,7 @@ def layernorm_bwd(
     ShapeError, DtypeError, DeviceError
         If the tensors do not fit.
     """
+    check_tensors("layernorm_bwd", dz=dz, x=x, mu=mu, rsigma=rsigma, gamma=gamma)
     function = NormFunction("LayerNorm", 0.0, zero_centered_gamma)
     return _backward(function, dz, x, gamma, (mu.contiguous(), rsigma.contiguous()))
 
@@ -229,6 +230,7 @@ def rmsnorm_bwd(
     ShapeError, DtypeError, DeviceError
         If the tensors do not fit.
     """
+    check_tensors("rmsnorm_bwd", dz=dz, x=x, rsigma=rsigma, gamma=gamma)
     function = NormFunction("RMSNorm", 0.0, zero_centered_gamma)
     return _backward(function, dz, x, gamma, (None, rsigma.contiguous()))
 
@@ -261,5 +263,6 @@ def rmsnorm_bwd_add(
     ShapeError, DtypeError, DeviceError
         If the tensors do not fit.
     """
+    check_tensors("rmsnorm_bwd_add", dz=dz, x=x, add=add, rsigma=rsigma, gamma=gamma)
     function = NormFunction("RMSNorm", 0.0, zero_centered_gamma)
     return _backward(function, dz, x, gamma, (None, rsigma.contiguous()), add)

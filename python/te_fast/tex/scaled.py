@@ -8,11 +8,12 @@ import torch
 
 from te_fast.dispatch import ActivationFunction
 from te_fast.tex.activations import backward, forward
-from te_fast.tex.errors import ExtensionError
+from te_fast.tex.errors import ExtensionError, check_tensors
 from te_fast.tex.outputs import check_quantizer, finished
 
 
 def _factors(op: str, x: torch.Tensor, act_scales: torch.Tensor) -> torch.Tensor:
+    check_tensors(op, input=x, act_scales=act_scales)
     if x.dim() == 0 or act_scales.numel() != x.shape[:-1].numel():
         message = (
             f"{op}: act_scales must have one factor for each row of {list(x.shape)}, got "

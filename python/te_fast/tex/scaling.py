@@ -10,7 +10,7 @@ import torch
 from te_fast.runtime import native
 from te_fast.runtime.layouts import BLOCK
 from te_fast.tensor.dtypes import DType, TE_DType_To_Torch, fp8_name
-from te_fast.tex.errors import ExtensionError
+from te_fast.tex.errors import ExtensionError, check_tensors
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -31,6 +31,7 @@ def compute_amax(input: torch.Tensor, amax: torch.Tensor) -> None:
     ExtensionError
         If `amax` is not one float32.
     """
+    check_tensors("compute_amax", input=input, amax=amax)
     if amax.dtype != torch.float32 or amax.numel() != 1:
         message = f"compute_amax: amax must be one float32, got {amax.dtype} of {list(amax.shape)}"
         raise ExtensionError(message)
@@ -59,6 +60,7 @@ def fp8_transpose(
     ExtensionError
         If the tensors do not have bytes, or `out` has another number of them.
     """
+    check_tensors("fp8_transpose", input=input)
     if input.element_size() != 1 or (out is not None and out.element_size() != 1):
         message = "fp8_transpose: input and out must have bytes (torch.uint8)"
         raise ExtensionError(message)
@@ -95,6 +97,7 @@ def swap_first_dims(tensor: torch.Tensor, *, out: torch.Tensor | None = None) ->
     ExtensionError
         If the tensor has fewer dimensions.
     """
+    check_tensors("swap_first_dims", tensor=tensor)
     if tensor.dim() < 2:
         message = f"swap_first_dims: expected two dimensions or more, got {list(tensor.shape)}"
         raise ExtensionError(message)

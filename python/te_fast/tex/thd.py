@@ -10,10 +10,11 @@ from collections.abc import Callable
 
 import torch
 
-from te_fast.tex.errors import ExtensionError
+from te_fast.tex.errors import ExtensionError, check_tensors
 
 
 def _check_bounds(op: str, cu_seqlens: torch.Tensor) -> None:
+    check_tensors(op, cu_seqlens=cu_seqlens)
     if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2:
         message = (
             f"{op}: cu_seqlens must be int32 (sequences + 1,), got {cu_seqlens.dtype} of shape "
@@ -315,6 +316,7 @@ def thd_second_half_lse_correction(
         If the arguments do not fit.
     """
     op = "thd_second_half_lse_correction"
+    check_tensors(op, lse=lse, lse_per_step=lse_per_step)
     _check_lse(op, lse, cu_seqlens, lse_per_step.shape[-1], is_packed=lse_packed)
     places = _Lse(cu_seqlens, lse_per_step, is_packed=lse_packed, is_half=True)
     former = places.read(lse)

@@ -21,7 +21,7 @@ from te_fast.parallel.ranks import divided, exchange_of
 from te_fast.parallel.segment import Segment
 from te_fast.recipe import Recipe
 from te_fast.runtime import main_grad, native, rows
-from te_fast.runtime.arguments import check_sizes
+from te_fast.runtime.arguments import check_flags, check_functions, check_sizes
 from te_fast.runtime.global_state import autocast_state
 from te_fast.tensor import primary
 
@@ -110,6 +110,8 @@ class BasicLinear(WeightedOperation):
             message = f"{name}: userbuffers_options is not supported yet; leave it at its default"
             raise UnsupportedError(message)
         check_sizes(name, in_features=in_features, out_features=out_features)
+        check_flags(name, accumulate_into_main_grad=accumulate_into_main_grad)
+        check_functions(name, rng_state_tracker_function=rng_state_tracker_function)
         mode, size = parallelism(name, tensor_parallel_mode, tensor_parallel_group)
         self.in_features = self.local_in_features = in_features
         self.out_features = self.local_out_features = out_features
@@ -124,7 +126,7 @@ class BasicLinear(WeightedOperation):
         self.sequence_parallel = mode is not None and sequence_parallel
         self._exchange = exchange_of(mode, size, sequence_parallel=sequence_parallel)
         self._rng_state_tracker_function = rng_state_tracker_function
-        self._accumulate_into_main_grad = accumulate_into_main_grad
+        self._accumulate_into_main_grad = bool(accumulate_into_main_grad)
         self._note_init()
         self._make_handle()
         sizes = self.local_out_features, self.local_in_features
@@ -244,9 +246,10 @@ class BasicLinear(WeightedOperation):
 
     def _forward_on_ranks(self, ctx: OperationContext, input_: torch.Tensor) -> torch.Tensor:
         x, wanted = self._cast(ctx, input_), ctx.requires_grad
-        needs = (wanted, (), wanted and self.weight.requires_grad)
+        needs_weight = wanted and self.weight.requires_grad
+        needs = (wanted, (), needs_weight)
         segment = self._segment()
-        segment.check(x, wanted=wanted, needs_x=wanted)
+        segment.check(x, wanted=wanted, needs_x=wanted, needs=[needs_weight])
         y, _, run, _ = segment.forward(
             self,
             x,

@@ -23,7 +23,12 @@ from te_fast.ops.common import NATIVE_TYPES, autocast_dtype, parameter_options, 
 from te_fast.ops.expert_loop import ExpertLoop, Experts, is_needed, read_counts
 from te_fast.ops.op import ALONE, Beside, OperationContext, PerOp
 from te_fast.runtime import native
-from te_fast.runtime.arguments import check_positive_sizes, check_sizes
+from te_fast.runtime.arguments import (
+    check_flags,
+    check_functions,
+    check_positive_sizes,
+    check_sizes,
+)
 from te_fast.runtime.capturing import is_graph_capturing
 from te_fast.runtime.compiling import is_traced
 from te_fast.runtime.parts import compute_deferred, fit_state, lay_together, save_alone
@@ -135,6 +140,12 @@ class GroupedLinear(ExtraTensorOperation, WeightedOperation):
         if not 1 <= num_groups <= _MAX_GROUPS:
             message = f"{name}: num_groups must be 1 to {_MAX_GROUPS}, got {num_groups}"
             raise ArgumentError(message)
+        check_flags(
+            name,
+            accumulate_into_main_grad=accumulate_into_main_grad,
+            delay_wgrad_compute=delay_wgrad_compute,
+        )
+        check_functions(name, rng_state_tracker_function=rng_state_tracker_function)
         self.num_groups = num_groups
         self.in_features, self.out_features = in_features, out_features
         self.use_bias = bias
@@ -143,9 +154,9 @@ class GroupedLinear(ExtraTensorOperation, WeightedOperation):
             self.num_extra_inputs = 2
         self.single_grouped_weight = bool(single_grouped_weight)
         self.single_grouped_bias = bool(single_grouped_bias and bias)
-        self.delay_wgrad_compute = delay_wgrad_compute
+        self.delay_wgrad_compute = bool(delay_wgrad_compute)
         self._rng_state_tracker_function = rng_state_tracker_function
-        self._accumulate_into_main_grad = accumulate_into_main_grad
+        self._accumulate_into_main_grad = bool(accumulate_into_main_grad)
         self._note_init()
         self.wgrad_accumulation_and_reduce_hooks: list[Callable[[], None]] = []
         self._make_handle()

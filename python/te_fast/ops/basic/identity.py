@@ -12,6 +12,7 @@ from te_fast.ops.common import size_of_ranks, sizes_of
 from te_fast.ops.op import ALONE, BasicOperation, Beside, OperationContext
 from te_fast.parallel.agreement import Agreement
 from te_fast.parallel.collectives import Ranks
+from te_fast.runtime.collectives import check_rows
 
 
 class Identity(BasicOperation):
@@ -61,7 +62,12 @@ class _Communication(Identity):
         self._agreement = Agreement(name, process_group, name)
 
     def _check(self, ctx: OperationContext, x: torch.Tensor) -> None:
-        """Raise unless the tensors of all ranks have the same shape and type."""
+        """Raise unless the tensors of all ranks have the same shape and type, and rows to gather or to share out."""
+        if self.process_group_size > 1 and self._collective != "sum" and x.dim() == 0:
+            message = f"{self._ranks.name}: the input must have a first dimension, got a scalar"
+            raise ShapeError(message)
+        if self._collective == "scatter":
+            check_rows(x.shape[0], self.process_group_size, self._ranks.name)
         self._agreement.check(x, wanted=ctx.requires_grad, needs_input=ctx.requires_grad)
 
     def _is_native(self, beside: Beside = ALONE) -> bool:
