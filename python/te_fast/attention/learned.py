@@ -136,7 +136,10 @@ def learn(kind: Kind) -> native.RepeatedAttention | None:
         The kind.
     """
     with torch.cuda.device(kind.device), torch.no_grad():
-        pool: Any = torch.cuda.MemPool()
+        try:
+            pool: Any = torch.cuda.MemPool()
+        except RuntimeError:
+            return None  # not every allocator has pools: cudaMallocAsync and a user's own have none
         try:
             found = _observe_in(pool, kind)
         except (RuntimeError, TypeError, ValueError, TeFastError):
@@ -145,9 +148,17 @@ def learn(kind: Kind) -> native.RepeatedAttention | None:
         except BaseException:
             _pools.append(pool)
             raise
-        if any(segment["allocated_size"] for segment in torch.cuda.memory_snapshot(pool.id)):
+        if _is_in_use(pool):
             _pools.append(pool)
         return found
+
+
+def _is_in_use(pool: Any) -> bool:
+    try:
+        segments = torch.cuda.memory_snapshot(pool.id)
+    except (RuntimeError, TypeError):
+        return True  # nothing tells
+    return any(segment["allocated_size"] for segment in segments)
 
 
 #: Pools that tensors of failed captures still refer to: torch must not lose such a pool.
