@@ -226,6 +226,40 @@ def test_rows_that_do_not_fit(rows):
         make("bshd")(torch.randn(rows, 2, HIDDEN), inference_params=params)
 
 
+@pytest.mark.parametrize("lengths_of_keys", ["all", "new", None])
+@pytest.mark.parametrize("norms_first", [False, True])
+def test_new_keys_of_packed_sequences_are_rotated_as_the_queries(lengths_of_keys, norms_first):
+    torch.manual_seed(0)
+    options = {"num_gqa_groups": GROUPS, "attention_dropout": 0.0, "device": "cpu"}
+    if norms_first:
+        options |= {"qk_norm_type": "RMSNorm", "qk_norm_before_rope": True}
+    attention = te.MultiheadAttention(HIDDEN, HEADS, qkv_format="thd", layer_number=1, **options)
+    attention.eval()
+    plain = te.MultiheadAttention(HIDDEN, HEADS, qkv_format="bshd", **options).eval()
+    plain.load_state_dict(attention.state_dict())
+    angles = te.RotaryPositionEmbedding(D)(LONGEST)
+    params, kept = caches("thd"), {}
+    for step in ({"a": 5, "b": 2}, {"a": 3, "b": 4, "c": 2}, {"b": 1, "c": 2}):
+        new = {name: 8 * torch.randn(tokens, HIDDEN) for name, tokens in step.items()}
+        kept = {name: torch.cat([kept.get(name, x[:0]), x]) for name, x in new.items()}
+        params.pre_step(OrderedDict(step))
+        ends = {"all": params.cu_seqlens_kv, "new": params.cu_seqlens_q}.get(lengths_of_keys)
+        with torch.no_grad():
+            y = attention(
+                torch.cat(list(new.values())),
+                attn_mask_type="padding_causal",
+                cu_seqlens_q=params.cu_seqlens_q,
+                cu_seqlens_kv=ends,
+                rotary_pos_emb=angles,
+                inference_params=params,
+            )
+            wanted = [
+                plain(x[None], attn_mask_type="causal", rotary_pos_emb=angles)[0, -step[name] :]
+                for name, x in kept.items()
+            ]
+        torch.testing.assert_close(y, torch.cat(wanted))
+
+
 @pytest.mark.parametrize(("fmt", "paged"), sampled(["bshd", "thd"], [False, True]))
 def test_operations_of_a_step_serve_later_steps(fmt, paged):
     """A captured step has nothing of its own sequences: their number, their lengths and their order may change."""

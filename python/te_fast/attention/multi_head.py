@@ -650,6 +650,8 @@ thd_attention_policies, thd_attention_policy_dispatch, softcap : optional
         if params is not None:
             check_caches(self._shown, params)
             starts = params.get_seqlens_pre_step()
+            if self.attention_type == "self":
+                side = "q"  # lengths of keys count kept ones, too; the new keys are those of the queries
         ends = None
         if self.qkv_format == "thd":
             ends, padded = given.get(f"cu_seqlens_{side}"), given.get(f"cu_seqlens_{side}_padded")
