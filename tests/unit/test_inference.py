@@ -226,6 +226,27 @@ def test_rows_that_do_not_fit(rows):
         make("bshd")(torch.randn(rows, 2, HIDDEN), inference_params=params)
 
 
+@pytest.mark.parametrize("paged", [False, True])
+def test_a_call_that_failed_can_be_made_again(paged):
+    attention = te.DotProductAttention(HEADS, D, num_gqa_groups=GROUPS, qkv_format="bshd")
+    bias = {"core_attention_bias_type": "post_scale_bias"}
+    found = []
+    for fails in (False, True):
+        torch.manual_seed(0)
+        params = caches("bshd", paged=paged)
+        for step in STEPS:
+            params.pre_step(OrderedDict(step))
+            shape = len(step), max(step.values())
+            heads = [torch.randn(*shape, count, D) for count in (HEADS, GROUPS, GROUPS)]
+            given = {"attn_mask_type": "padding_causal", "inference_params": params}
+            if fails:
+                with pytest.raises(ShapeError, match="core_attention_bias must be"):
+                    attention(*heads, core_attention_bias=torch.zeros(1, 1, 9, 1), **bias, **given)
+            found.append(attention(*heads, **given))
+    for once, twice in zip(found[: len(STEPS)], found[len(STEPS) :], strict=True):
+        assert torch.equal(once, twice)
+
+
 @pytest.mark.parametrize("lengths_of_keys", ["all", "new", None])
 @pytest.mark.parametrize("norms_first", [False, True])
 def test_new_keys_of_packed_sequences_are_rotated_as_the_queries(lengths_of_keys, norms_first):

@@ -198,6 +198,8 @@ class NonPagedKVCacheManager(_CachesInRows):
         # Number of the row that each row of the batch had in the step before.
         self.batch_indices = torch.arange(max_batch_size, dtype=torch.int32, device=device)
         self.need_reindex = False
+        #: Layers whose rows are in the order of the step.
+        self._in_order: set[int] = set()
 
     def pre_step(self, step_dict: Mapping[Any, int]) -> OrderedDict[Any, int]:
         """Note which sequences the next step has, and return their lengths after it.
@@ -215,6 +217,7 @@ class NonPagedKVCacheManager(_CachesInRows):
         order = [*stay, *gone, *range(len(former), self.max_batch_size)]
         self.need_reindex = order != list(range(self.max_batch_size))
         self.batch_indices.copy_(torch.tensor(order, dtype=torch.int32))
+        self._in_order = set()
         self.sequences = lengths
         return self.sequences
 
@@ -229,11 +232,13 @@ class NonPagedKVCacheManager(_CachesInRows):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keep a layer's new keys and values, and return those of the batch: ``(batch, max_seqlen, heads, d)``."""
         caches = self.cache[layer_number]
-        if self.need_reindex or capturing.is_in_capture(
-            new_k
-        ):  # a graph is replayed in other steps
+        # A graph is replayed in other steps.
+        is_in_capture = capturing.is_in_capture(new_k)
+        if is_in_capture or (self.need_reindex and layer_number not in self._in_order):
             for cache in caches:
                 cache.copy_(cache[self.batch_indices.long()])
+        if not is_in_capture:  # a call that failed behind this is made again in the same step
+            self._in_order.add(layer_number)
         places = _Places(new_k, cu_new_seqlens, cu_cached_seqlens, qkv_format)
         flat = places.sequence * self.max_seqlen + places.position
         new = [places.rows_of(tensor, qkv_format) for tensor in (new_k, new_v)]
