@@ -189,7 +189,7 @@ class ProgramLayer(TransformerEngineBaseModule):
                 bias,
                 size,
                 self.eps,
-                self.zero_centered_gamma,
+                bool(self.zero_centered_gamma),
             )
 
     def _norm_names(self) -> tuple[str, ...]:
@@ -204,8 +204,8 @@ class ProgramLayer(TransformerEngineBaseModule):
         for name in self._LINEARS:
             handle = native.WeightHandle(self.name)
             # The backward of the concatenation adds the parts' gradients to their main_grad.
-            handle.fuse_wgrad_accumulation = self.fuse_wgrad_accumulation and self._is_whole()
-            handle.delay_wgrad_compute = self.delay_wgrad_compute
+            handle.fuse_wgrad_accumulation = bool(self.fuse_wgrad_accumulation) and self._is_whole()
+            handle.delay_wgrad_compute = bool(self.delay_wgrad_compute)
             handles[name] = handle
         # In `__dict__`, so that nn.Module does not treat them as its own.
         self.__dict__["_handles"] = handles
@@ -231,7 +231,7 @@ class ProgramLayer(TransformerEngineBaseModule):
             not self.checkpoint and (self._is_whole() or not self._returns_bias()) and not exchange
         )
         for handle in self._handles.values():
-            handle.delay_wgrad_compute = self.delay_wgrad_compute
+            handle.delay_wgrad_compute = bool(self.delay_wgrad_compute)
         self._note_form()
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -250,7 +250,7 @@ class ProgramLayer(TransformerEngineBaseModule):
 
     def _append_to(self, program: Any, *, observed: bool = False) -> None:
         """Append the ops to a program, or to a recorder."""
-        wanted = len(self._LINEARS) if observed else int(self.return_layernorm_output)
+        wanted = len(self._LINEARS) if observed else int(bool(self.return_layernorm_output))
 
         def observe() -> None:
             if program.num_extra_outputs < wanted:
@@ -511,7 +511,7 @@ class ProgramLayer(TransformerEngineBaseModule):
         self.__dict__["_in_graphs"] = self._segments_now().in_graphs(self)
         # Calls outside of graphs compute a weight's gradient after a collective.
         for handle in self._handles.values():
-            handle.delay_wgrad_compute = self.delay_wgrad_compute
+            handle.delay_wgrad_compute = bool(self.delay_wgrad_compute)
             handle.save_original_input = self.__dict__.get("_save_original_input", False)
 
     _prepare_on_ranks._dynamo_marked_constant = True  # type: ignore[attr-defined]
