@@ -566,6 +566,21 @@ def test_options_that_no_layer_has(given, error):
         te.TransformerLayer(HIDDEN, 2 * HIDDEN, HIDDEN // D, device="cpu", **given)
 
 
+@pytest.mark.parametrize("value", [0, 1, None])
+@pytest.mark.parametrize(
+    "option", ["rotary_pos_interleaved", "fuse_qkv_params", "qkv_weight_interleaved"]
+)
+def test_options_are_taken_by_their_truth(option, value):
+    """Configurations have 0, 1 and null for them."""
+    rest = {} if option == "fuse_qkv_params" else {"fuse_qkv_params": True}
+    layer, expected = (make(**{option: given}, **rest) for given in (value, bool(value)))
+    expected.load_state_dict(layer.state_dict())
+    x, angles = torch.randn(S, B, HIDDEN), te.RotaryPositionEmbedding(D)(S).cpu()
+    for _ in range(2):
+        ours, theirs = (module(x, rotary_pos_emb=angles) for module in (layer, expected))
+        assert torch.equal(ours, theirs)
+
+
 @pytest.mark.parametrize("given", [{"attn_mask_type": "x"}, {"window_size": "abc"}])
 def test_masks_that_no_attention_has(given):
     with pytest.raises((ShapeError, DtypeError), match=next(iter(given))):

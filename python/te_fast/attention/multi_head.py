@@ -348,8 +348,9 @@ class MultiheadAttention(CompositeModule):
         )
         self.num_attention_heads_per_partition = heads // self.tp_size
         self.softmax_type: str = given["softmax_type"]
-        self.qkv_weight_interleaved = given["qkv_weight_interleaved"] and given["fuse_qkv_params"]
-        self.rotary_pos_interleaved: bool = given["rotary_pos_interleaved"]
+        is_fused = bool(given["fuse_qkv_params"])
+        self.qkv_weight_interleaved = is_fused and bool(given["qkv_weight_interleaved"])
+        self.rotary_pos_interleaved = bool(given["rotary_pos_interleaved"])
         self.qk_norm_before_rope: bool = given["qk_norm_before_rope"]
         channels: int = given["kv_channels"] or given["hidden_size"] // heads
         self.hidden_size_per_attention_head = channels

@@ -261,7 +261,7 @@ class _Rotate(torch.autograd.Function):
                 (t[..., :heads, :], out[..., :heads, :], cos, sin),
                 (t[..., heads:, :], out[..., heads:, :], None, None),
             ]
-        native.rotate(turns, interleaved, transposed)
+        native.rotate(turns, bool(interleaved), transposed)
         return out
 
     @staticmethod
@@ -387,7 +387,7 @@ def split_rotated(
     checked = of_q if are_alike else (*of_q, *of_k)
     if (waves is not None or in_place) and are_native(packed, *checked):
         angles = None if waves is None else (*of_q, *of_k)
-        return _apply_split(packed.contiguous(), in_place, angles, heads, interleaved, order)
+        return _apply_split(packed.contiguous(), in_place, angles, heads, bool(interleaved), order)
     if waves is None:
         parts = heads.split(packed)
     elif _is_an_operator(packed, *checked) and not heads.is_grouped:
