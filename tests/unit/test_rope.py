@@ -51,6 +51,13 @@ def test_pairs_are_chosen_by_the_truth_of_an_option(interleaved):
     assert all(map(torch.equal, all_found, all_expected))
 
 
+@pytest.mark.parametrize("wrong", [None, "half", [0.5], torch.ones(2)])
+@pytest.mark.parametrize("name", ["rotary_percent", "rotary_base"])
+def test_numbers_of_angles_that_are_none(name, wrong):
+    with pytest.raises(DtypeError, match=f"RotaryPositionEmbedding: {name} must be a number"):
+        te.RotaryPositionEmbedding(D, **{name: wrong})
+
+
 def test_share_of_channels_and_interpolation():
     assert angles(dim=D, rotary_percent=0.5).shape == (16, 1, 1, 4)
     options = {"seq_len_interpolation_factor": 4, "pretrained_max_position_embeddings": 8}

@@ -13,6 +13,7 @@ from te_fast.attention import operators
 from te_fast.errors import ArgumentError, DeviceError, DtypeError, ShapeError, UnsupportedError
 from te_fast.layers.parameters import check_sizes
 from te_fast.runtime import native
+from te_fast.runtime.arguments import check_numbers
 from te_fast.runtime.compiling import is_exporting, is_unseen
 from te_fast.runtime.device import default_device
 
@@ -48,7 +49,7 @@ class RotaryPositionEmbedding(torch.nn.Module):
     Raises
     ------
     DtypeError, ShapeError
-        If `dim` is no number, or negative.
+        If an argument is no number, or `dim` is negative.
 
     See Also
     --------
@@ -73,6 +74,7 @@ class RotaryPositionEmbedding(torch.nn.Module):
         interleaved: bool = False,
     ) -> None:
         super().__init__()
+        check_numbers(type(self).__name__, rotary_percent=rotary_percent, rotary_base=rotary_base)
         if rotary_percent < 1.0 and isinstance(dim, int | float):
             dim = int(dim * rotary_percent)
         # As in Transformer Engine, a width that is divided by heads may be a float.
