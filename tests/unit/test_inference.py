@@ -226,6 +226,37 @@ def test_rows_that_do_not_fit(rows):
         make("bshd")(torch.randn(rows, 2, HIDDEN), inference_params=params)
 
 
+@pytest.mark.parametrize("rope", [False, True])
+@pytest.mark.parametrize("fmt", ["bshd", "sbhd", "thd"])
+def test_a_decoder_attends_to_the_whole_encoder_in_every_step(fmt, rope):
+    torch.manual_seed(0)
+    options = {"num_gqa_groups": GROUPS, "layer_type": "decoder", "device": "cpu"}
+    masks = {"self_attn_mask_type": "padding_causal", "enc_dec_attn_mask_type": "no_mask"}
+    if fmt == "thd":
+        masks["enc_dec_attn_mask_type"] = "padding"
+    layer = te.TransformerLayer(
+        HIDDEN, 48, HEADS, layer_number=1, attn_input_format=fmt, **masks, **options
+    ).eval()
+    plain = te.TransformerLayer(HIDDEN, 48, HEADS, attn_input_format="bshd", **options).eval()
+    plain.load_state_dict(layer.state_dict())
+    angles = te.RotaryPositionEmbedding(D)(LONGEST) if rope else None
+    tokens, encoded = torch.randn(2, 7, HIDDEN), torch.randn(2, 5, HIDDEN)
+    params, given = caches(fmt, batch=2), {"encoder_output": laid_out(list(encoded), fmt)}
+    found = []
+    for step in (tokens[:, :4], tokens[:, 4:5], tokens[:, 5:]):
+        params.pre_step(OrderedDict.fromkeys("ab", step.shape[1]))
+        if fmt == "thd":
+            given["cu_seqlens_q"] = params.cu_seqlens_q
+            given["cu_seqlens_kv"] = torch.tensor([0, 5, 10], dtype=torch.int32)
+        with torch.no_grad():
+            x = laid_out(list(step), fmt)
+            y = layer(x, inference_params=params, rotary_pos_emb=angles, **given)
+        found.append(torch.stack(taken_apart(y, [step.shape[1]] * 2, fmt)))
+    with torch.no_grad():
+        wanted = plain(tokens, encoder_output=encoded, rotary_pos_emb=angles)
+    torch.testing.assert_close(torch.cat(found, 1), wanted)
+
+
 @pytest.mark.parametrize("paged", [False, True])
 def test_a_call_that_failed_can_be_made_again(paged):
     attention = te.DotProductAttention(HEADS, D, num_gqa_groups=GROUPS, qkv_format="bshd")

@@ -493,7 +493,8 @@ class MultiheadAttention(CompositeModule):
 inference_params, core_attention_bias_type, core_attention_bias, alibi_slopes, cu_seqlens_q, cu_seqlens_kv, \
 cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, fast_zero_fill, pad_between_seqs, \
 thd_attention_policies, thd_attention_policy_dispatch, softcap : optional
-            As :meth:`te_fast.pytorch.DotProductAttention.forward` takes them.
+            As :meth:`te_fast.pytorch.DotProductAttention.forward` takes them. Cross attention reads the
+            positions of its queries from `inference_params`, and keeps no keys.
 
         Returns
         -------
@@ -584,6 +585,8 @@ thd_attention_policies, thd_attention_policy_dispatch, softcap : optional
                 queries, normed = queries
             mixed = self.key_value(encoder_output, is_first_microbatch=is_first_microbatch)
             heads = self._split_cross(queries, mixed, rotary_pos_emb, given)
+            # The encoder's keys come whole with every call; caches are those of self attention.
+            given = given | {"inference_params": None}
         context = self.core_attention(*heads, **given)
         return context, normed
 
@@ -650,9 +653,9 @@ thd_attention_policies, thd_attention_policy_dispatch, softcap : optional
         starts = None
         if params is not None:
             check_caches(self._shown, params)
-            starts = params.get_seqlens_pre_step()
             if self.attention_type == "self":
                 side = "q"  # lengths of keys count kept ones, too; the new keys are those of the queries
+            starts = params.get_seqlens_pre_step() if side == "q" else None
         ends = None
         if self.qkv_format == "thd":
             ends, padded = given.get(f"cu_seqlens_{side}"), given.get(f"cu_seqlens_{side}_padded")
