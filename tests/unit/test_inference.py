@@ -226,6 +226,19 @@ def test_rows_that_do_not_fit(rows):
         make("bshd")(torch.randn(rows, 2, HIDDEN), inference_params=params)
 
 
+def test_layers_of_one_number_are_told_apart():
+    first, second = make("bshd"), make("bshd")
+    params, x = caches("bshd"), torch.randn(1, 3, HIDDEN)
+    for _ in range(2):  # the first layer may go on
+        params.pre_step(OrderedDict(a=3))
+        y = first(x, inference_params=params)
+        with pytest.raises(StateError, match="another layer .* a layer_number of its own"):
+            second(y, inference_params=params)
+        assert torch.equal(first(x, inference_params=params), y)
+    params.pre_step(OrderedDict(a=3))
+    second(x, inference_params=params)
+
+
 @pytest.mark.parametrize("rope", [False, True])
 @pytest.mark.parametrize("fmt", ["bshd", "sbhd", "thd"])
 def test_a_decoder_attends_to_the_whole_encoder_in_every_step(fmt, rope):

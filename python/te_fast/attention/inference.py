@@ -592,6 +592,8 @@ class InferenceParams:
         self.batch_size = 0
         #: New tokens of all sequences in the step, and of the longest one; None before the first step.
         self._new_tokens: tuple[int, int] | None = None
+        #: Which module has written the caches of a layer in this step.
+        self._writers: dict[int, int] = {}
 
     def _make_lengths(self) -> None:
         kind: dict[str, Any] = {"dtype": torch.int32, "device": gpu_or_default()}
@@ -663,6 +665,7 @@ class InferenceParams:
         """
         _check_step(step_dict)
         self.sequences = self.cache_manager.pre_step(step_dict)
+        self._writers = {}
         self.batch_size = len(step_dict)
         new = [step_dict[name] for name in self.sequences]
         before = [
