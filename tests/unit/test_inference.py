@@ -226,6 +226,19 @@ def test_rows_that_do_not_fit(rows):
         make("bshd")(torch.randn(rows, 2, HIDDEN), inference_params=params)
 
 
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("wrong", [{"b": 1, "a": 1}, {"c": 2, "a": 1, "b": 1}, {"d": 1, "b": 1}])
+def test_sequences_in_another_order_than_that_of_the_caches(paged, wrong):
+    params = caches("bshd", paged=paged)
+    params.pre_step(OrderedDict(a=4, b=2))
+    with pytest.raises(ShapeError, match=r"InferenceParams: .* must be in the order \['[ab]'"):
+        params.pre_step(OrderedDict(wrong))
+    assert dict(params.sequences) == dict(params.cache_manager.sequences) == {"a": 4, "b": 2}
+    params.pre_step(OrderedDict(a=1, b=1, c=2))
+    params.reset()
+    params.pre_step(OrderedDict(b=1, a=1))
+
+
 def test_layers_of_one_number_are_told_apart():
     first, second = make("bshd"), make("bshd")
     params, x = caches("bshd"), torch.randn(1, 3, HIDDEN)

@@ -659,11 +659,15 @@ class InferenceParams:
         DtypeError
             If the argument is no mapping, or a number of tokens no integer.
         ShapeError
-            If there are more sequences or tokens than room, or a number of tokens is negative.
+            If sequences are in another order, there are more sequences or tokens than room, or a number is negative.
         StateError
             If all pages are taken.
         """
         _check_step(step_dict)
+        order = list(dict.fromkeys([*filter(step_dict.__contains__, self.sequences), *step_dict]))
+        if list(step_dict) != order:
+            message = f"InferenceParams: the sequences of this step must be in the order {order}, got {list(step_dict)}"
+            raise ShapeError(message)
         self.sequences = self.cache_manager.pre_step(step_dict)
         self._writers = {}
         self.batch_size = len(step_dict)
