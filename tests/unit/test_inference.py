@@ -239,6 +239,20 @@ def test_sequences_in_another_order_than_that_of_the_caches(paged, wrong):
     params.pre_step(OrderedDict(b=1, a=1))
 
 
+@pytest.mark.parametrize("fmt", ["bshd", "sbhd", "thd"])
+def test_angles_of_new_tokens_alone_are_too_few(fmt):
+    layer, params = make(fmt), caches(fmt)
+    for tokens in (4, 1):
+        params.pre_step(OrderedDict(a=tokens, b=tokens))
+        given = {"cu_seqlens_q": params.cu_seqlens_q, "inference_params": params}
+        x = laid_out([torch.randn(tokens, HIDDEN)] * 2, fmt)
+        if tokens == 1:
+            match = "angles for 1 positions, and there is a sequence of 5 tokens"
+            with pytest.raises(ShapeError, match=match):
+                layer(x, rotary_pos_emb=te.RotaryPositionEmbedding(D)(1), **given)
+        layer(x, rotary_pos_emb=te.RotaryPositionEmbedding(D)(5), **given)
+
+
 def test_layers_of_one_number_are_told_apart():
     first, second = make("bshd"), make("bshd")
     params, x = caches("bshd"), torch.randn(1, 3, HIDDEN)

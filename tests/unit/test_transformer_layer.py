@@ -628,6 +628,18 @@ def test_inputs_without_memory():
 ANGLES = te.RotaryPositionEmbedding(D)(S).cpu()
 
 
+def test_angles_of_packed_sequences_are_as_many_as_their_tokens():
+    layer = make(attn_input_format="thd", self_attn_mask_type="padding_causal")
+    x = torch.randn(9, HIDDEN)
+    # Angles of gaps are not read.
+    given = {"cu_seqlens_q_padded": torch.tensor([0, 5, 9], dtype=torch.int32)}
+    ends = torch.tensor([0, 2, 6], dtype=torch.int32)
+    layer(x, rotary_pos_emb=te.RotaryPositionEmbedding(D)(4), cu_seqlens_q=ends, **given)
+    match = "angles for 3 positions, and there is a sequence of 4 tokens"
+    with pytest.raises(ShapeError, match=match):
+        layer(x, rotary_pos_emb=te.RotaryPositionEmbedding(D)(3), cu_seqlens_q=ends, **given)
+
+
 @pytest.mark.parametrize(
     ("angles", "error"),
     [

@@ -9,7 +9,7 @@ import torch
 from torch.compiler import is_compiling
 from torch.utils._device import DeviceContext
 
-from te_fast.attention.arguments import angles_of_heads
+from te_fast.attention.arguments import angles_of_heads, check_angles
 from te_fast.attention.dot_product import DotProductAttention
 from te_fast.attention.inference import InferenceParams, check_caches
 from te_fast.attention.rope import Heads, Waves, rotate, split_rotated, waves_of
@@ -666,6 +666,10 @@ thd_attention_policies, thd_attention_policy_dispatch, softcap : optional
                     f"{self._shown}: qkv_format='thd' needs cu_seqlens_{side} for rotary_pos_emb"
                 )
                 raise ShapeError(message)
+        kept = None if starts is None else params
+        check_angles(
+            self._shown, angles, kept, given.get(f"cu_seqlens_{side}") if ends is not None else None
+        )
         interleaved = self.rotary_pos_interleaved
         return waves_of(angles, shape, self.qkv_format, starts, ends, interleaved=interleaved)
 
