@@ -289,6 +289,17 @@ ONES = torch.ones(S, B, H, D)
     ("heads", "freqs", "options", "error"),
     [
         (ONES, angles().to("meta"), {}, DeviceError),
+        (ONES, angles(), {"start_positions": torch.zeros(B)}, DtypeError),
+        (ONES, angles(), {"start_positions": torch.zeros(B - 1, dtype=torch.int32)}, ShapeError),
+        (ONES, angles(), {"start_positions": torch.zeros(1, B, dtype=torch.int32)}, ShapeError),
+        *(
+            (ONES[:, 0], angles(), {"tensor_format": "thd", "cu_seqlens": ends}, error)
+            for ends, error in (
+                (torch.tensor([0.0, S]), DtypeError),
+                (torch.tensor([[0, S]]), ShapeError),
+                (torch.tensor([], dtype=torch.int32), ShapeError),
+            )
+        ),
         (ONES, angles(), {"start_positions": [0] * B}, DtypeError),
         (ONES[:, 0], angles(), {"tensor_format": "thd", "cu_seqlens": [0, S]}, DtypeError),
     ],

@@ -214,6 +214,35 @@ def check_angles(layer: str, angles: torch.Tensor, params: Any, ends: Any) -> No
         raise ShapeError(message)
 
 
+def check_places(op: str, device: torch.device, given: tuple[str, Any, int]) -> None:
+    """Raise unless an argument is None, or a vector of integers on a device.
+
+    Parameters
+    ----------
+    op : str
+        Name in messages.
+    device : torch.device
+        Where the angles are.
+    given : tuple
+        The argument's name, the argument, and the least number of its elements.
+    """
+    name, tensor, least = given
+    if tensor is None:
+        return
+    if not isinstance(tensor, torch.Tensor):
+        message = f"{op}: {name} must be a torch.Tensor, got {type(tensor).__name__}"
+        raise DtypeError(message)
+    if tensor.device != device:
+        message = f"{op}: {name} must be on {device}, where the angles are, got {tensor.device}"
+        raise DeviceError(message)
+    if tensor.dtype not in (torch.int32, torch.int64):
+        message = f"{op}: {name} must be of torch.int32 or torch.int64, got {tensor.dtype}"
+        raise DtypeError(message)
+    if tensor.dim() != 1 or tensor.shape[0] < least:
+        message = f"{op}: {name} must be a vector of {least} elements or more, got shape {list(tensor.shape)}"
+        raise ShapeError(message)
+
+
 # Lengths ------------------------------------------------------------------------------------------
 
 

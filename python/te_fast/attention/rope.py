@@ -10,6 +10,7 @@ import torch
 from torch.compiler import is_compiling
 
 from te_fast.attention import operators
+from te_fast.attention.arguments import check_places
 from te_fast.errors import ArgumentError, DeviceError, DtypeError, ShapeError, UnsupportedError
 from te_fast.layers.parameters import check_sizes
 from te_fast.runtime import native
@@ -558,7 +559,8 @@ def angles_of(
     Raises
     ------
     ShapeError
-        If there are fewer angles than positions, channels make no pairs, or ranks share an odd number of tokens.
+        If there are fewer angles than positions, channels make no pairs, or ranks share an odd number of tokens; if
+        `start_positions` or `cu_seqlens` are no vectors of as many integers as there are sequences.
     DtypeError, DeviceError
         If `start_positions` or `cu_seqlens` are no tensors, or on another device than the angles.
     """
@@ -568,15 +570,9 @@ def angles_of(
             f"{list(freqs.shape)}"
         )
         raise ShapeError(message)
-    for name, tensor in (("start_positions", start_positions), ("cu_seqlens", cu_seqlens)):
-        if tensor is None:
-            continue
-        if not isinstance(tensor, torch.Tensor):
-            message = f"{_OP}: {name} must be a torch.Tensor, got {type(tensor).__name__}"
-            raise DtypeError(message)
-        if tensor.device != freqs.device:
-            message = f"{_OP}: {name} must be on {freqs.device}, where the angles are, got {tensor.device}"
-            raise DeviceError(message)
+    sequences = shape[tensor_format.index("b")] if "b" in tensor_format else 0
+    check_places(_OP, freqs.device, ("start_positions", start_positions, sequences))
+    check_places(_OP, freqs.device, ("cu_seqlens", cu_seqlens, 1))
     if tensor_format == "thd":
         assert cu_seqlens is not None
         if share.ranks != 1:
