@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import unittest
+import weakref
 from collections import OrderedDict
 
 import pytest
@@ -251,6 +253,22 @@ def test_angles_of_new_tokens_alone_are_too_few(fmt):
             with pytest.raises(ShapeError, match=match):
                 layer(x, rotary_pos_emb=te.RotaryPositionEmbedding(D)(1), **given)
         layer(x, rotary_pos_emb=te.RotaryPositionEmbedding(D)(5), **given)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_caches_keep_no_step_alive_where_gradients_are_on(paged):
+    layer, params, results = make("bshd"), caches("bshd", paged=paged), []
+    for step in STEPS:
+        params.pre_step(OrderedDict(step))
+        x = torch.randn(len(step), max(step.values()), HIDDEN, requires_grad=True)
+        y = layer(x, inference_params=params)
+        y.sum().backward()
+        assert torch.isfinite(x.grad).all()
+        results.append(weakref.ref(y.grad_fn))
+    assert not any(cache.requires_grad for cache in params.cache_manager.cache[1])
+    del y
+    gc.collect()
+    assert not any(result() for result in results)
 
 
 def test_layers_of_one_number_are_told_apart():

@@ -98,9 +98,9 @@ class _Places:
         return (new if qkv_format == "bshd" else new.transpose(0, 1)).flatten(0, 1)
 
     def write(self, rows: torch.Tensor, flat: torch.Tensor, values: torch.Tensor) -> None:
-        """Write values into the rows `flat`. Padding goes into the last row, so that tokens need not be counted."""
+        """Write values, without history, into the rows `flat`. Padding goes into the last row: nothing is counted."""
         flat = torch.where(self.is_token, flat, rows.shape[0] - 1)
-        rows.index_copy_(0, flat.long(), values.to(rows.dtype))
+        rows.index_copy_(0, flat.long(), values.detach().to(rows.dtype))
 
 
 class _CachesInRows(KVCacheManager):
@@ -467,7 +467,7 @@ def check_caches(layer: str, params: Any) -> None:
 
 
 class InferenceParams:
-    """Key-value caches of a model's layers during inference.
+    """Key-value caches of a model's layers during inference. They keep numbers alone: keys and values get no gradients.
 
     Before each step, call :meth:`pre_step` with the sequences of the step and the number of tokens of each. Then call
     the layers with ``inference_params``, a mask type with padding, and the cumulative lengths of the new tokens.
