@@ -271,6 +271,23 @@ def test_caches_keep_no_step_alive_where_gradients_are_on(paged):
     assert not any(result() for result in results)
 
 
+@pytest.mark.parametrize("tokens", [2, 5])
+@pytest.mark.parametrize("fmt", ["bshd", "sbhd", "thd"])
+def test_new_keys_are_those_of_the_new_queries(fmt, tokens):
+    attention = te.DotProductAttention(HEADS, D, num_gqa_groups=GROUPS, qkv_format=fmt)
+    params = caches(fmt)
+    params.pre_step(OrderedDict(a=3))
+    shape = {"bshd": (1, 3), "sbhd": (3, 1), "thd": (3,)}[fmt]
+    other = {"bshd": (1, tokens), "sbhd": (tokens, 1), "thd": (tokens,)}[fmt]
+    given = {"attn_mask_type": "padding_causal", "inference_params": params}
+    q, k = torch.randn(*shape, HEADS, D), torch.randn(*other, GROUPS, D)
+    with pytest.raises(ShapeError, match="key_layer must have the new tokens"):
+        attention(q, k, k, **given)
+    assert not params.cache_manager.cache
+    k = torch.randn(*shape, GROUPS, D)
+    attention(q, k, k, **given)
+
+
 def test_layers_of_one_number_are_told_apart():
     first, second = make("bshd"), make("bshd")
     params, x = caches("bshd"), torch.randn(1, 3, HIDDEN)

@@ -691,6 +691,12 @@ class DotProductAttention(TransformerEngineBaseModule):
         if rule.kind == "padding_causal":  # new queries are the last tokens of their sequences
             rule = Rule("padding_causal_bottom_right", rule.left, rule.right, bottom_right=True)
         q, k, v = heads
+        if k.shape[:-2] != q.shape[:-2]:
+            message = (
+                f"{self.name}: with inference_params, key_layer must have the new tokens that query_layer has, "
+                f"{list(q.shape[:-2])} in {fmt}, got {list(k.shape[:-2])}"
+            )
+            raise ShapeError(message)
         batch, longest = params.extent_of(q, fmt, self.name)
         if not is_in_graph():  # a graph would be compiled anew for each layer
             self._claim(params)
