@@ -203,6 +203,18 @@ def test_pools_are_kept_while_tensors_refer_to_them(monkeypatch, in_use):
     assert len(learned._pools) == bool(in_use)
 
 
+def test_results_that_share_memory_are_no_part_of_the_workspace(monkeypatch):
+    shared, found = torch.empty(1024), []
+    allocated = iter(range(0, 6 * 4608, 4608))  # 4096 bytes of results, 512 of workspace
+    monkeypatch.setattr(learned, "_allocated", lambda: next(allocated))
+    monkeypatch.setattr(learned, "_tensors_in", list)
+    monkeypatch.setattr(native, "observe_launches", lambda _, call: (call(), "launches"))
+    monkeypatch.setattr(native, "repeat_launches", lambda _, workspace: found.append(workspace))
+    halves = [shared[:512], shared[512:]]
+    learned._repeated([lambda: halves] * 3, list, [[shared]] * 3)
+    assert found == [512]
+
+
 def test_the_thread_outlives_failures():
     def fails():
         raise KeyboardInterrupt("a task")

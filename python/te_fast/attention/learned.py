@@ -260,8 +260,8 @@ def _repeated(
         if observed is None:
             return None, []
         results = results_of(result)
-        # What the call has allocated beside its results, it has freed again: its workspace.
-        made = {tensor.data_ptr(): tensor for tensor in _tensors_in(result)}
+        # What the call has allocated beside its results, it has freed again: its workspace. Results may share memory.
+        made = {tensor.untyped_storage().data_ptr(): tensor for tensor in _tensors_in(result)}
         bytes_of_workspace.append(
             _allocated() - before - sum(map(_bytes_in_allocator, made.values()))
         )
