@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import te_fast
@@ -304,6 +305,20 @@ def test_other_inputs():
     assert (y - reference(x)).norm() < 0.1 * y.norm()
     with torch.autocast("cpu", torch.bfloat16):
         assert layer(tokens()).dtype == torch.bfloat16
+
+
+def test_padded_rows_are_padded_again_where_backward_repeats_a_forward():
+    layer = make()
+    te_fast.auto_pad(True)
+    try:
+        for rows in (16, 5):  # the first call is one node, the second goes by layers
+            x = torch.randn(rows, 1, HIDDEN, requires_grad=True)
+            with te.autocast(recipe=RECIPES["block"]()):
+                expected = torch.autograd.grad(layer(x).square().sum(), x)[0]
+                y = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+            assert torch.equal(torch.autograd.grad(y.square().sum(), x)[0], expected)
+    finally:
+        te_fast.auto_pad(False)
 
 
 def test_gradients_of_gradients_are_refused():

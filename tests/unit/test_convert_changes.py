@@ -14,6 +14,7 @@ from torch.nn.utils import parametrizations, prune
 import te_fast
 import te_fast.pytorch as te
 from llama_like import Experts, Model
+from recipes import RECIPES
 from te_fast.common.recipe import DelayedScaling
 from te_fast.convert.forwards import DecoderForward
 from te_fast.runtime.compiling import CAN_COMPILE
@@ -178,3 +179,22 @@ def test_convert_does_the_same_wherever_it_is_called(place):
     assert isinstance(model.layers[0].__dict__["forward"], DecoderForward)
     assert torch.equal(model(TOKENS), other(TOKENS))
     assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("rows", [0, 5, 8])
+def test_all_parameters_get_gradients_from_any_number_of_rows(recipe, rows):
+    model, other = pair()
+    tokens = TOKENS.flatten()[None, :rows]
+    te_fast.auto_pad(True)
+    try:
+        with te.autocast(recipe=RECIPES[recipe]()):
+            model(tokens).square().sum().backward()
+    finally:
+        te_fast.auto_pad(False)
+    assert [name for name, own in model.named_parameters() if own.grad is None] == []
+    if rows == 0:  # the model as it was takes none
+        return
+    other(tokens).square().sum().backward()
+    for own, plain in zip(model.parameters(), other.parameters(), strict=True):
+        assert (own.grad - plain.grad).norm() <= 0.5 * plain.grad.norm() + 1e-6

@@ -208,6 +208,17 @@ def test_what_a_swap_would_give_is_timed_on_modules_made_anew():
     assert all(0 < time < 1e6 for time in measure(module, example, torch.device("cpu"), "current"))
 
 
+@pytest.mark.every_torch  # the import of transformers alone takes seconds
+def test_a_model_of_transformers_is_shown_by_its_layers():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(vocab_size=32, num_hidden_layers=2, **sizes)
+    sketch = Sketch(transformers.LlamaForCausalLM(config))
+    assert {str(owner): what for owner, (what, _) in sketch.kinds.items()} == {
+        "model.layers.* (LlamaDecoderLayer)": "decoder layer (not tried)"
+    }
+
+
 def test_a_model_that_cannot_be_copied_is_said_to_be_so():
     class Held(torch.nn.Linear):
         def __deepcopy__(self, memo):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import unittest
+import weakref
 from collections import OrderedDict
 
 import pytest
@@ -224,6 +226,165 @@ def test_rows_that_do_not_fit(rows):
         pytest.raises(ShapeError, match=f"the batch has {rows} rows; the inference_params have 2"),
     ):
         make("bshd")(torch.randn(rows, 2, HIDDEN), inference_params=params)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("wrong", [{"b": 1, "a": 1}, {"c": 2, "a": 1, "b": 1}, {"d": 1, "b": 1}])
+def test_sequences_in_another_order_than_that_of_the_caches(paged, wrong):
+    params = caches("bshd", paged=paged)
+    params.pre_step(OrderedDict(a=4, b=2))
+    with pytest.raises(ShapeError, match=r"InferenceParams: .* must be in the order \['[ab]'"):
+        params.pre_step(OrderedDict(wrong))
+    assert dict(params.sequences) == dict(params.cache_manager.sequences) == {"a": 4, "b": 2}
+    params.pre_step(OrderedDict(a=1, b=1, c=2))
+    params.reset()
+    params.pre_step(OrderedDict(b=1, a=1))
+
+
+@pytest.mark.parametrize("fmt", ["bshd", "sbhd", "thd"])
+def test_angles_of_new_tokens_alone_are_too_few(fmt):
+    layer, params = make(fmt), caches(fmt)
+    for tokens in (4, 1):
+        params.pre_step(OrderedDict(a=tokens, b=tokens))
+        given = {"cu_seqlens_q": params.cu_seqlens_q, "inference_params": params}
+        x = laid_out([torch.randn(tokens, HIDDEN)] * 2, fmt)
+        if tokens == 1:
+            match = "angles for 1 positions, and there is a sequence of 5 tokens"
+            with pytest.raises(ShapeError, match=match):
+                layer(x, rotary_pos_emb=te.RotaryPositionEmbedding(D)(1), **given)
+        layer(x, rotary_pos_emb=te.RotaryPositionEmbedding(D)(5), **given)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_caches_keep_no_step_alive_where_gradients_are_on(paged):
+    layer, params, results = make("bshd"), caches("bshd", paged=paged), []
+    for step in STEPS:
+        params.pre_step(OrderedDict(step))
+        x = torch.randn(len(step), max(step.values()), HIDDEN, requires_grad=True)
+        y = layer(x, inference_params=params)
+        y.sum().backward()
+        assert torch.isfinite(x.grad).all()
+        results.append(weakref.ref(y.grad_fn))
+    assert not any(cache.requires_grad for cache in params.cache_manager.cache[1])
+    del y
+    gc.collect()
+    assert not any(result() for result in results)
+
+
+@pytest.mark.parametrize("tokens", [2, 5])
+@pytest.mark.parametrize("fmt", ["bshd", "sbhd", "thd"])
+def test_new_keys_are_those_of_the_new_queries(fmt, tokens):
+    attention = te.DotProductAttention(HEADS, D, num_gqa_groups=GROUPS, qkv_format=fmt)
+    params = caches(fmt)
+    params.pre_step(OrderedDict(a=3))
+    shape = {"bshd": (1, 3), "sbhd": (3, 1), "thd": (3,)}[fmt]
+    other = {"bshd": (1, tokens), "sbhd": (tokens, 1), "thd": (tokens,)}[fmt]
+    given = {"attn_mask_type": "padding_causal", "inference_params": params}
+    q, k = torch.randn(*shape, HEADS, D), torch.randn(*other, GROUPS, D)
+    with pytest.raises(ShapeError, match="key_layer must have the new tokens"):
+        attention(q, k, k, **given)
+    assert not params.cache_manager.cache
+    k = torch.randn(*shape, GROUPS, D)
+    attention(q, k, k, **given)
+
+
+def test_layers_of_one_number_are_told_apart():
+    first, second = make("bshd"), make("bshd")
+    params, x = caches("bshd"), torch.randn(1, 3, HIDDEN)
+    for _ in range(2):  # the first layer may go on
+        params.pre_step(OrderedDict(a=3))
+        y = first(x, inference_params=params)
+        with pytest.raises(StateError, match="another layer .* a layer_number of its own"):
+            second(y, inference_params=params)
+        assert torch.equal(first(x, inference_params=params), y)
+    params.pre_step(OrderedDict(a=3))
+    second(x, inference_params=params)
+
+
+@pytest.mark.parametrize("rope", [False, True])
+@pytest.mark.parametrize("fmt", ["bshd", "sbhd", "thd"])
+def test_a_decoder_attends_to_the_whole_encoder_in_every_step(fmt, rope):
+    torch.manual_seed(0)
+    options = {"num_gqa_groups": GROUPS, "layer_type": "decoder", "device": "cpu"}
+    masks = {"self_attn_mask_type": "padding_causal", "enc_dec_attn_mask_type": "no_mask"}
+    if fmt == "thd":
+        masks["enc_dec_attn_mask_type"] = "padding"
+    layer = te.TransformerLayer(
+        HIDDEN, 48, HEADS, layer_number=1, attn_input_format=fmt, **masks, **options
+    ).eval()
+    plain = te.TransformerLayer(HIDDEN, 48, HEADS, attn_input_format="bshd", **options).eval()
+    plain.load_state_dict(layer.state_dict())
+    angles = te.RotaryPositionEmbedding(D)(LONGEST) if rope else None
+    tokens, encoded = torch.randn(2, 7, HIDDEN), torch.randn(2, 5, HIDDEN)
+    params, given = caches(fmt, batch=2), {"encoder_output": laid_out(list(encoded), fmt)}
+    found = []
+    for step in (tokens[:, :4], tokens[:, 4:5], tokens[:, 5:]):
+        params.pre_step(OrderedDict.fromkeys("ab", step.shape[1]))
+        if fmt == "thd":
+            given["cu_seqlens_q"] = params.cu_seqlens_q
+            given["cu_seqlens_kv"] = torch.tensor([0, 5, 10], dtype=torch.int32)
+        with torch.no_grad():
+            x = laid_out(list(step), fmt)
+            y = layer(x, inference_params=params, rotary_pos_emb=angles, **given)
+        found.append(torch.stack(taken_apart(y, [step.shape[1]] * 2, fmt)))
+    with torch.no_grad():
+        wanted = plain(tokens, encoder_output=encoded, rotary_pos_emb=angles)
+    torch.testing.assert_close(torch.cat(found, 1), wanted)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_a_call_that_failed_can_be_made_again(paged):
+    attention = te.DotProductAttention(HEADS, D, num_gqa_groups=GROUPS, qkv_format="bshd")
+    bias = {"core_attention_bias_type": "post_scale_bias"}
+    found = []
+    for fails in (False, True):
+        torch.manual_seed(0)
+        params = caches("bshd", paged=paged)
+        for step in STEPS:
+            params.pre_step(OrderedDict(step))
+            shape = len(step), max(step.values())
+            heads = [torch.randn(*shape, count, D) for count in (HEADS, GROUPS, GROUPS)]
+            given = {"attn_mask_type": "padding_causal", "inference_params": params}
+            if fails:
+                with pytest.raises(ShapeError, match="core_attention_bias must be"):
+                    attention(*heads, core_attention_bias=torch.zeros(1, 1, 9, 1), **bias, **given)
+            found.append(attention(*heads, **given))
+    for once, twice in zip(found[: len(STEPS)], found[len(STEPS) :], strict=True):
+        assert torch.equal(once, twice)
+
+
+@pytest.mark.parametrize("lengths_of_keys", ["all", "new", None])
+@pytest.mark.parametrize("norms_first", [False, True])
+def test_new_keys_of_packed_sequences_are_rotated_as_the_queries(lengths_of_keys, norms_first):
+    torch.manual_seed(0)
+    options = {"num_gqa_groups": GROUPS, "attention_dropout": 0.0, "device": "cpu"}
+    if norms_first:
+        options |= {"qk_norm_type": "RMSNorm", "qk_norm_before_rope": True}
+    attention = te.MultiheadAttention(HIDDEN, HEADS, qkv_format="thd", layer_number=1, **options)
+    attention.eval()
+    plain = te.MultiheadAttention(HIDDEN, HEADS, qkv_format="bshd", **options).eval()
+    plain.load_state_dict(attention.state_dict())
+    angles = te.RotaryPositionEmbedding(D)(LONGEST)
+    params, kept = caches("thd"), {}
+    for step in ({"a": 5, "b": 2}, {"a": 3, "b": 4, "c": 2}, {"b": 1, "c": 2}):
+        new = {name: 8 * torch.randn(tokens, HIDDEN) for name, tokens in step.items()}
+        kept = {name: torch.cat([kept.get(name, x[:0]), x]) for name, x in new.items()}
+        params.pre_step(OrderedDict(step))
+        ends = {"all": params.cu_seqlens_kv, "new": params.cu_seqlens_q}.get(lengths_of_keys)
+        with torch.no_grad():
+            y = attention(
+                torch.cat(list(new.values())),
+                attn_mask_type="padding_causal",
+                cu_seqlens_q=params.cu_seqlens_q,
+                cu_seqlens_kv=ends,
+                rotary_pos_emb=angles,
+                inference_params=params,
+            )
+            wanted = [
+                plain(x[None], attn_mask_type="causal", rotary_pos_emb=angles)[0, -step[name] :]
+                for name, x in kept.items()
+            ]
+        torch.testing.assert_close(y, torch.cat(wanted))
 
 
 @pytest.mark.parametrize(("fmt", "paged"), sampled(["bshd", "thd"], [False, True]))

@@ -194,6 +194,38 @@ def test_options_of_the_mlp_may_be_set_later(name, value, options, recipe):
     assert not torch.equal(got, former)
 
 
+@pytest.mark.parametrize("value", [0, 1, None])
+@pytest.mark.parametrize(
+    ("layer", "option"),
+    [
+        (te.LayerNormLinear, "zero_centered_gamma"),
+        (te.LayerNormMLP, "zero_centered_gamma"),
+        (te.LayerNormLinear, "return_layernorm_output"),
+        (te.Linear, "fuse_wgrad_accumulation"),
+        (te.Linear, "delay_wgrad_compute"),
+    ],
+)
+def test_options_are_taken_by_their_truth(layer, option, value):
+    """Configurations have 0, 1 and null for them."""
+    made, expected = (make(layer, **{option: given}) for given in (value, bool(value)))
+    expected.load_state_dict(made.state_dict())
+    results = [module(X) for module in (made, expected)]
+    for ours, theirs in zip(*map(as_tuple, results), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def as_tuple(result):
+    return result if isinstance(result, tuple) else (result,)
+
+
+@pytest.mark.parametrize("value", [0, 1, None])
+def test_a_norm_takes_its_option_by_its_truth(value):
+    given, expected = (
+        te.RMSNorm(64, zero_centered_gamma=gamma, device="cpu") for gamma in (value, bool(value))
+    )
+    assert torch.equal(given(X), expected(X))
+
+
 def test_an_option_that_cannot_be_set_leaves_the_layer_as_it_was():
     module = make(te.LayerNormMLP)
     y = module(X)

@@ -1,5 +1,6 @@
 """Which calls of attention are learned, and when. `tests/gpu/test_learned_attention.py` has the launches."""
 
+import contextlib
 import subprocess
 import sys
 import threading
@@ -11,7 +12,7 @@ import te_fast
 import te_fast.pytorch as te
 from te_fast.attention import learned
 from te_fast.attention.block import Attending
-from te_fast.attention.learned import Kind, Uses
+from te_fast.attention.learned import Kind, Uses, learn
 from te_fast.attention.rope import Heads
 from te_fast.runtime import native
 
@@ -151,6 +152,68 @@ def test_other_threads_go_on_while_one_learns(tasks, monkeypatch):
     first.join()
     assert uses.is_settled
     assert uses.repeated == "launches"
+
+
+class FakePool:
+    id = (0, 1)
+
+
+@pytest.fixture
+def _no_gpu(monkeypatch):
+    """What `learn` calls of torch, without a GPU."""
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "MemPool", FakePool)
+    monkeypatch.setattr(FakePool, "snapshot", lambda _: [], raising=False)
+    monkeypatch.setattr(learned, "_pools", [])
+
+
+def refuses(*_):
+    raise RuntimeError("cudaMallocAsync does not yet support this")
+
+
+@pytest.mark.usefixtures("_no_gpu")
+def test_an_allocator_without_pools_goes_through_torch(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "MemPool", refuses)
+    monkeypatch.setattr(learned, "CALLS", 1)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    uses = Uses(kind())
+    uses.count()
+    assert uses.is_settled
+    assert uses.repeated is None
+
+
+@pytest.mark.usefixtures("_no_gpu")
+@pytest.mark.parametrize("error", [RuntimeError, TypeError])
+def test_a_pool_that_cannot_be_examined_is_kept(monkeypatch, error):
+    def unknown(_):
+        raise error("snapshot")
+
+    monkeypatch.setattr(FakePool, "snapshot", unknown)
+    monkeypatch.setattr(learned, "_observe_in", lambda pool, kind: "launches")
+    assert learn(kind()) == "launches"
+    assert len(learned._pools) == 1
+
+
+@pytest.mark.usefixtures("_no_gpu")
+@pytest.mark.parametrize("in_use", [0, 512])
+def test_pools_are_kept_while_tensors_refer_to_them(monkeypatch, in_use):
+    monkeypatch.setattr(FakePool, "snapshot", lambda _: [{"allocated_size": in_use}])
+    monkeypatch.setattr(learned, "_observe_in", refuses)
+    assert learn(kind()) is None
+    assert len(learned._pools) == bool(in_use)
+
+
+def test_results_that_share_memory_are_no_part_of_the_workspace(monkeypatch):
+    shared, found = torch.empty(1024), []
+    # 4096 bytes of results and 512 of workspace, a block each.
+    allocated = ((4608 * number, 2 * number) for number in range(6))
+    monkeypatch.setattr(learned, "_allocated", lambda: next(allocated))
+    monkeypatch.setattr(learned, "_tensors_in", list)
+    monkeypatch.setattr(native, "observe_launches", lambda _, call: (call(), "launches"))
+    monkeypatch.setattr(native, "repeat_launches", lambda _, workspace: found.append(workspace))
+    halves = [shared[:512], shared[512:]]
+    learned._repeated([lambda: halves] * 3, list, [[shared]] * 3)
+    assert found == [(512, 1)]
 
 
 def test_the_thread_outlives_failures():

@@ -34,6 +34,30 @@ def test_angles(interleaved, offset):
                 assert abs(found[position, 0, 0, channel].item() - angle) < 1e-5
 
 
+@pytest.mark.parametrize("interleaved", [0, 1, None])
+def test_pairs_are_chosen_by_the_truth_of_an_option(interleaved):
+    t, of_one = torch.randn(S, B, H, D), [D, D, D]
+    for fused in (False, True):
+        found, expected = (
+            apply_rotary_pos_emb(t, angles(), interleaved=given, fused=fused)
+            for given in (interleaved, bool(interleaved))
+        )
+        assert torch.equal(found, expected)
+    packed = torch.randn(S, B, H, 3 * D)
+    all_found, all_expected = (
+        apply_fused_qkv_rotary_pos_emb(packed, angles(), angles(), of_one, interleaved=given)
+        for given in (interleaved, bool(interleaved))
+    )
+    assert all(map(torch.equal, all_found, all_expected))
+
+
+@pytest.mark.parametrize("wrong", [None, "half", [0.5], torch.ones(2)])
+@pytest.mark.parametrize("name", ["rotary_percent", "rotary_base"])
+def test_numbers_of_angles_that_are_none(name, wrong):
+    with pytest.raises(DtypeError, match=f"RotaryPositionEmbedding: {name} must be a number"):
+        te.RotaryPositionEmbedding(D, **{name: wrong})
+
+
 def test_share_of_channels_and_interpolation():
     assert angles(dim=D, rotary_percent=0.5).shape == (16, 1, 1, 4)
     options = {"seq_len_interpolation_factor": 4, "pretrained_max_position_embeddings": 8}
@@ -274,9 +298,18 @@ ONES = torch.ones(S, B, H, D)
     ("heads", "freqs", "options", "error"),
     [
         (ONES, angles().to("meta"), {}, DeviceError),
-        (ONES, angles(), {"start_positions": [0] * B}, DtypeError),
         (ONES, angles(), {"start_positions": torch.zeros(B)}, DtypeError),
         (ONES, angles(), {"start_positions": torch.zeros(B - 1, dtype=torch.int32)}, ShapeError),
+        (ONES, angles(), {"start_positions": torch.zeros(1, B, dtype=torch.int32)}, ShapeError),
+        *(
+            (ONES[:, 0], angles(), {"tensor_format": "thd", "cu_seqlens": ends}, error)
+            for ends, error in (
+                (torch.tensor([0.0, S]), DtypeError),
+                (torch.tensor([[0, S]]), ShapeError),
+                (torch.tensor([], dtype=torch.int32), ShapeError),
+            )
+        ),
+        (ONES, angles(), {"start_positions": [0] * B}, DtypeError),
         (ONES, angles(), {"start_positions": torch.zeros(B, 1, dtype=torch.int32)}, ShapeError),
         (ONES[:, 0], angles(), {"tensor_format": "thd", "cu_seqlens": [0, S]}, DtypeError),
     ],

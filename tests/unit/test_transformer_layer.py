@@ -566,6 +566,21 @@ def test_options_that_no_layer_has(given, error):
         te.TransformerLayer(HIDDEN, 2 * HIDDEN, HIDDEN // D, device="cpu", **given)
 
 
+@pytest.mark.parametrize("value", [0, 1, None])
+@pytest.mark.parametrize(
+    "option", ["rotary_pos_interleaved", "fuse_qkv_params", "qkv_weight_interleaved"]
+)
+def test_options_are_taken_by_their_truth(option, value):
+    """Configurations have 0, 1 and null for them."""
+    rest = {} if option == "fuse_qkv_params" else {"fuse_qkv_params": True}
+    layer, expected = (make(**{option: given}, **rest) for given in (value, bool(value)))
+    expected.load_state_dict(layer.state_dict())
+    x, angles = torch.randn(S, B, HIDDEN), te.RotaryPositionEmbedding(D)(S).cpu()
+    for _ in range(2):
+        ours, theirs = (module(x, rotary_pos_emb=angles) for module in (layer, expected))
+        assert torch.equal(ours, theirs)
+
+
 @pytest.mark.parametrize("given", [{"attn_mask_type": "x"}, {"window_size": "abc"}])
 def test_masks_that_no_attention_has(given):
     with pytest.raises((ShapeError, DtypeError), match=next(iter(given))):
@@ -611,6 +626,18 @@ def test_inputs_without_memory():
 
 
 ANGLES = te.RotaryPositionEmbedding(D)(S).cpu()
+
+
+def test_angles_of_packed_sequences_are_as_many_as_their_tokens():
+    layer = make(attn_input_format="thd", self_attn_mask_type="padding_causal")
+    x = torch.randn(9, HIDDEN)
+    # Angles of gaps are not read.
+    given = {"cu_seqlens_q_padded": torch.tensor([0, 5, 9], dtype=torch.int32)}
+    ends = torch.tensor([0, 2, 6], dtype=torch.int32)
+    layer(x, rotary_pos_emb=te.RotaryPositionEmbedding(D)(4), cu_seqlens_q=ends, **given)
+    match = "angles for 3 positions, and there is a sequence of 4 tokens"
+    with pytest.raises(ShapeError, match=match):
+        layer(x, rotary_pos_emb=te.RotaryPositionEmbedding(D)(3), cu_seqlens_q=ends, **given)
 
 
 @pytest.mark.parametrize(

@@ -184,6 +184,36 @@ def angles_of_heads(angles: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return angles
 
 
+def check_angles(layer: str, angles: torch.Tensor, params: Any, ends: Any) -> None:
+    """Raise if a sequence is longer than there are angles, where the host has its length.
+
+    Parameters
+    ----------
+    layer : str
+        Name in messages.
+    angles : torch.Tensor
+        ``(positions, 1, 1, channels)``.
+    params : InferenceParams, optional
+        Caches, which have the sequences.
+    ends : torch.Tensor, optional
+        Cumulative lengths of packed sequences.
+    """
+    if angles.dim() != 4 or not is_unseen(angles):
+        return
+    lengths: list[int] = []
+    if params is not None:
+        lengths = list(params.sequences.values())
+    elif isinstance(ends, torch.Tensor) and ends.dim() == 1 and ends.device.type == "cpu":
+        lengths = [end - begin for begin, end in pairwise(ends.tolist())] if is_unseen(ends) else []
+    longest = max(lengths, default=0)
+    if longest > angles.shape[0]:
+        message = (
+            f"{layer}: rotary_pos_emb has angles for {angles.shape[0]} positions, and there is a sequence of {longest} "
+            "tokens; make angles for the longest sequence"
+        )
+        raise ShapeError(message)
+
+
 # Lengths ------------------------------------------------------------------------------------------
 
 
@@ -457,8 +487,8 @@ def check_places(
         if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool:
             message = f"{op}: {name} must be integers, got {tensor.dtype}"
             raise DtypeError(message)
-        if tensor.dim() != 1:
-            message = f"{op}: {name} must have one dimension, got shape {list(tensor.shape)}"
+        if tensor.dim() != 1 or (name == "cu_seqlens" and tensor.shape[0] == 0):
+            message = f"{op}: {name} must be a vector with an element or more, got shape {list(tensor.shape)}"
             raise ShapeError(message)
     starts, ends = places["start_positions"], places["cu_seqlens"]
     if batch is None:

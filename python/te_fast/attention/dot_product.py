@@ -39,7 +39,7 @@ from te_fast.attention.rules import (
     rule_of,
 )
 from te_fast.attention.scores import Bias, Packing, Scores
-from te_fast.errors import DtypeError, ShapeError, UnsupportedError
+from te_fast.errors import DtypeError, ShapeError, StateError, UnsupportedError
 from te_fast.graphs.region import entered, key_of_region
 from te_fast.layers.base import TransformerEngineBaseModule
 from te_fast.layers.parameters import check_sizes, refuse
@@ -471,6 +471,8 @@ class DotProductAttention(TransformerEngineBaseModule):
         ------
         ShapeError, DtypeError
             If tensors do not fit each other or the module.
+        StateError
+            If another layer of the same `layer_number` has used the caches in this step.
         UnsupportedError
             For arguments that torch's kernels do not support.
         """
@@ -671,6 +673,15 @@ class DotProductAttention(TransformerEngineBaseModule):
 
     # Inference ------------------------------------------------------------------------------------
 
+    def _claim(self, params: InferenceParams) -> None:
+        """Raise if another layer has kept its keys under this layer's number in the same step."""
+        if params._writers.setdefault(self.layer_number, id(self)) != id(self):
+            message = (
+                f"{self.name}: another layer has kept its keys as layer_number={self.layer_number} in this step; give "
+                "each layer that shares inference_params a layer_number of its own"
+            )
+            raise StateError(message)
+
     def _with_cache(
         self, heads: Any, how: Scores, fmt: str, lengths: Lengths, params: InferenceParams
     ) -> Any:
@@ -682,7 +693,15 @@ class DotProductAttention(TransformerEngineBaseModule):
         if rule.kind == "padding_causal":  # new queries are the last tokens of their sequences
             rule = Rule("padding_causal_bottom_right", rule.left, rule.right, bottom_right=True)
         q, k, v = heads
+        if k.shape[:-2] != q.shape[:-2]:
+            message = (
+                f"{self.name}: with inference_params, key_layer must have the new tokens that query_layer has, "
+                f"{list(q.shape[:-2])} in {fmt}, got {list(k.shape[:-2])}"
+            )
+            raise ShapeError(message)
         batch, longest = params.extent_of(q, fmt, self.name)
+        if not is_in_graph():  # a graph would be compiled anew for each layer
+            self._claim(params)
         if self.layer_number not in params.cache_manager.cache:
             params.allocate_memory(self.layer_number)
         keys, values, ends_q, ends_kv, _, _ = params.step(self.layer_number, k, v, fmt)

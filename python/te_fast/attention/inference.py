@@ -98,9 +98,9 @@ class _Places:
         return (new if qkv_format == "bshd" else new.transpose(0, 1)).flatten(0, 1)
 
     def write(self, rows: torch.Tensor, flat: torch.Tensor, values: torch.Tensor) -> None:
-        """Write values into the rows `flat`. Padding goes into the last row, so that tokens need not be counted."""
+        """Write values, without history, into the rows `flat`. Padding goes into the last row: nothing is counted."""
         flat = torch.where(self.is_token, flat, rows.shape[0] - 1)
-        rows.index_copy_(0, flat.long(), values.to(rows.dtype))
+        rows.index_copy_(0, flat.long(), values.detach().to(rows.dtype))
 
 
 class _CachesInRows(KVCacheManager):
@@ -198,6 +198,8 @@ class NonPagedKVCacheManager(_CachesInRows):
         # Number of the row that each row of the batch had in the step before.
         self.batch_indices = torch.arange(max_batch_size, dtype=torch.int32, device=device)
         self.need_reindex = False
+        #: Layers whose rows are in the order of the step.
+        self._in_order: set[int] = set()
 
     def pre_step(self, step_dict: Mapping[Any, int]) -> OrderedDict[Any, int]:
         """Note which sequences the next step has, and return their lengths after it.
@@ -215,6 +217,7 @@ class NonPagedKVCacheManager(_CachesInRows):
         order = [*stay, *gone, *range(len(former), self.max_batch_size)]
         self.need_reindex = order != list(range(self.max_batch_size))
         self.batch_indices.copy_(torch.tensor(order, dtype=torch.int32))
+        self._in_order = set()
         self.sequences = lengths
         return self.sequences
 
@@ -229,11 +232,13 @@ class NonPagedKVCacheManager(_CachesInRows):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keep a layer's new keys and values, and return those of the batch: ``(batch, max_seqlen, heads, d)``."""
         caches = self.cache[layer_number]
-        if self.need_reindex or capturing.is_in_capture(
-            new_k
-        ):  # a graph is replayed in other steps
+        # A graph is replayed in other steps.
+        is_in_capture = capturing.is_in_capture(new_k)
+        if is_in_capture or (self.need_reindex and layer_number not in self._in_order):
             for cache in caches:
                 cache.copy_(cache[self.batch_indices.long()])
+        if not is_in_capture:  # a call that failed behind this is made again in the same step
+            self._in_order.add(layer_number)
         places = _Places(new_k, cu_new_seqlens, cu_cached_seqlens, qkv_format)
         flat = places.sequence * self.max_seqlen + places.position
         new = [places.rows_of(tensor, qkv_format) for tensor in (new_k, new_v)]
@@ -462,7 +467,7 @@ def check_caches(layer: str, params: Any) -> None:
 
 
 class InferenceParams:
-    """Key-value caches of a model's layers during inference.
+    """Key-value caches of a model's layers during inference. They keep numbers alone: keys and values get no gradients.
 
     Before each step, call :meth:`pre_step` with the sequences of the step and the number of tokens of each. Then call
     the layers with ``inference_params``, a mask type with padding, and the cumulative lengths of the new tokens.
@@ -587,6 +592,8 @@ class InferenceParams:
         self.batch_size = 0
         #: New tokens of all sequences in the step, and of the longest one; None before the first step.
         self._new_tokens: tuple[int, int] | None = None
+        #: Which module has written the caches of a layer in this step.
+        self._writers: dict[int, int] = {}
 
     def _make_lengths(self) -> None:
         kind: dict[str, Any] = {"dtype": torch.int32, "device": gpu_or_default()}
@@ -652,12 +659,17 @@ class InferenceParams:
         DtypeError
             If the argument is no mapping, or a number of tokens no integer.
         ShapeError
-            If there are more sequences or tokens than room, or a number of tokens is negative.
+            If sequences are in another order, there are more sequences or tokens than room, or a number is negative.
         StateError
             If all pages are taken.
         """
         _check_step(step_dict)
+        order = list(dict.fromkeys([*filter(step_dict.__contains__, self.sequences), *step_dict]))
+        if list(step_dict) != order:
+            message = f"InferenceParams: the sequences of this step must be in the order {order}, got {list(step_dict)}"
+            raise ShapeError(message)
         self.sequences = self.cache_manager.pre_step(step_dict)
+        self._writers = {}
         self.batch_size = len(step_dict)
         new = [step_dict[name] for name in self.sequences]
         before = [

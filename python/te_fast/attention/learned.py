@@ -146,9 +146,17 @@ def learn(kind: Kind) -> native.RepeatedAttention | None:
         except BaseException:
             _pools.append(pool)
             raise
-        if pool is not None and any(segment["allocated_size"] for segment in pool.snapshot()):
+        if pool is not None and _is_in_use(pool):
             _pools.append(pool)
         return found
+
+
+def _is_in_use(pool: Any) -> bool:
+    try:
+        segments = pool.snapshot()
+    except (AttributeError, RuntimeError, TypeError):
+        return True  # nothing tells
+    return any(segment["allocated_size"] for segment in segments)
 
 
 #: Pools that tensors of failed captures still refer to: torch must not lose such a pool.

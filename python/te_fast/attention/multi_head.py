@@ -9,7 +9,7 @@ import torch
 from torch.compiler import is_compiling
 from torch.utils._device import DeviceContext
 
-from te_fast.attention.arguments import angles_of_heads
+from te_fast.attention.arguments import angles_of_heads, check_angles
 from te_fast.attention.dot_product import DotProductAttention
 from te_fast.attention.inference import InferenceParams, check_caches
 from te_fast.attention.rope import Heads, Waves, rotate, split_rotated, waves_of
@@ -348,8 +348,9 @@ class MultiheadAttention(CompositeModule):
         )
         self.num_attention_heads_per_partition = heads // self.tp_size
         self.softmax_type: str = given["softmax_type"]
-        self.qkv_weight_interleaved = given["qkv_weight_interleaved"] and given["fuse_qkv_params"]
-        self.rotary_pos_interleaved: bool = given["rotary_pos_interleaved"]
+        is_fused = bool(given["fuse_qkv_params"])
+        self.qkv_weight_interleaved = is_fused and bool(given["qkv_weight_interleaved"])
+        self.rotary_pos_interleaved = bool(given["rotary_pos_interleaved"])
         self.qk_norm_before_rope: bool = given["qk_norm_before_rope"]
         channels: int = given["kv_channels"] or given["hidden_size"] // heads
         self.hidden_size_per_attention_head = channels
@@ -492,7 +493,8 @@ class MultiheadAttention(CompositeModule):
 inference_params, core_attention_bias_type, core_attention_bias, alibi_slopes, cu_seqlens_q, cu_seqlens_kv, \
 cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, fast_zero_fill, pad_between_seqs, \
 thd_attention_policies, thd_attention_policy_dispatch, softcap : optional
-            As :meth:`te_fast.pytorch.DotProductAttention.forward` takes them.
+            As :meth:`te_fast.pytorch.DotProductAttention.forward` takes them. Cross attention reads the
+            positions of its queries from `inference_params`, and keeps no keys.
 
         Returns
         -------
@@ -583,6 +585,8 @@ thd_attention_policies, thd_attention_policy_dispatch, softcap : optional
                 queries, normed = queries
             mixed = self.key_value(encoder_output, is_first_microbatch=is_first_microbatch)
             heads = self._split_cross(queries, mixed, rotary_pos_emb, given)
+            # The encoder's keys come whole with every call; caches are those of self attention.
+            given = given | {"inference_params": None}
         context = self.core_attention(*heads, **given)
         return context, normed
 
@@ -649,7 +653,9 @@ thd_attention_policies, thd_attention_policy_dispatch, softcap : optional
         starts = None
         if params is not None:
             check_caches(self._shown, params)
-            starts = params.get_seqlens_pre_step()
+            if self.attention_type == "self":
+                side = "q"  # lengths of keys count kept ones, too; the new keys are those of the queries
+            starts = params.get_seqlens_pre_step() if side == "q" else None
         ends = None
         if self.qkv_format == "thd":
             ends, padded = given.get(f"cu_seqlens_{side}"), given.get(f"cu_seqlens_{side}_padded")
@@ -660,6 +666,10 @@ thd_attention_policies, thd_attention_policy_dispatch, softcap : optional
                     f"{self._shown}: qkv_format='thd' needs cu_seqlens_{side} for rotary_pos_emb"
                 )
                 raise ShapeError(message)
+        kept = None if starts is None else params
+        check_angles(
+            self._shown, angles, kept, given.get(f"cu_seqlens_{side}") if ends is not None else None
+        )
         interleaved = self.rotary_pos_interleaved
         return waves_of(angles, shape, self.qkv_format, starts, ends, interleaved=interleaved)
 

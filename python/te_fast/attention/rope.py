@@ -11,7 +11,7 @@ from torch.compiler import is_compiling
 
 from te_fast.attention import operators
 from te_fast.attention.arguments import check_places, check_tensors
-from te_fast.errors import ArgumentError, DeviceError, ShapeError, UnsupportedError
+from te_fast.errors import ArgumentError, DeviceError, DtypeError, ShapeError, UnsupportedError
 from te_fast.layers.parameters import check_sizes
 from te_fast.runtime import native
 from te_fast.runtime.arguments import check_numbers
@@ -50,7 +50,7 @@ class RotaryPositionEmbedding(torch.nn.Module):
     Raises
     ------
     DtypeError, ShapeError
-        If `dim` is no number, or negative.
+        If an argument is no number, or `dim` is negative.
 
     See Also
     --------
@@ -265,7 +265,7 @@ class _Rotate(torch.autograd.Function):
                 (t[..., :heads, :], out[..., :heads, :], cos, sin),
                 (t[..., heads:, :], out[..., heads:, :], None, None),
             ]
-        native.rotate(turns, interleaved, transposed)
+        native.rotate(turns, bool(interleaved), transposed)
         return out
 
     @staticmethod
@@ -391,7 +391,7 @@ def split_rotated(
     checked = of_q if are_alike else (*of_q, *of_k)
     if (waves is not None or in_place) and are_native(packed, *checked):
         angles = None if waves is None else (*of_q, *of_k)
-        return _apply_split(packed.contiguous(), in_place, angles, heads, interleaved, order)
+        return _apply_split(packed.contiguous(), in_place, angles, heads, bool(interleaved), order)
     if waves is None:
         parts = heads.split(packed)
     elif _is_an_operator(packed, *checked) and not heads.is_grouped:
@@ -561,8 +561,8 @@ def angles_of(
     Raises
     ------
     ShapeError
-        If there are fewer angles than positions, or fewer start positions than sequences, channels make no pairs, or
-        ranks share an odd number of tokens.
+        If there are fewer angles than positions, channels make no pairs, or ranks share an odd number of tokens; if
+        `start_positions` or `cu_seqlens` are no vectors of as many integers as there are sequences.
     DtypeError, DeviceError
         If `start_positions` or `cu_seqlens` are no tensors of integers, or on another device than the angles.
     """

@@ -33,6 +33,9 @@ class Tail:
         Name in messages.
     """
 
+    #: Calls do not pass parameters, since the program may join them of parts, which get the gradients.
+    finds_parameters = True
+
     def __init__(self, proj: Linear, mlp: LayerNormMLP, name: str) -> None:
         self._proj, self._mlp = proj, mlp
         self._handles = (proj._handles, mlp._handles)
@@ -79,6 +82,8 @@ class Tail:
         weight: Any = proj._parameters["weight"]
         if weight.dtype != hidden.dtype or weight.device != hidden.device:
             return False
+        if hidden.numel() == 0 and not mlp._is_whole():
+            return False  # calls on no rows get whole parameters, through which halves get no gradients
         enabled, calibrating, *_ = native.autocast_region()
         return bool(enabled or not calibrating) and may_fuse()
 

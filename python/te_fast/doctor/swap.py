@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from te_fast.convert import convert
+from te_fast.convert.masks import CausalForward
 from te_fast.doctor.trace import Owner
 from te_fast.doctor.watch import Example, Shape
 from te_fast.errors import TeFastError
@@ -106,9 +107,11 @@ class Sketch:
         except TeFastError as error:
             self.why = str(error)
             return
-        for name, what in converted.items():
-            if not any(other != name and _is_in(name, other) for other in converted):
-                self._add(name, what)
+        # A model whose mask changes computes by the layers within.
+        computing = [name for name, what in converted.items() if what != CausalForward.what]
+        for name in computing:
+            if not any(other != name and _is_in(name, other) for other in computing):
+                self._add(name, converted[name])
 
     def _add(self, name: str, what: str) -> None:
         module = self._model.get_submodule(name)

@@ -190,7 +190,7 @@ class ProgramLayer(TransformerEngineBaseModule):
                 bias,
                 size,
                 self.eps,
-                self.zero_centered_gamma,
+                bool(self.zero_centered_gamma),
             )
 
     def _norm_names(self) -> tuple[str, ...]:

@@ -51,6 +51,8 @@ def apply_padded(
     """Apply a program to inputs whose rows must be padded for its GEMMs."""
     padding = Padding.of(x)
     more = tuple(map(padding.pad, extras))
+    if getattr(owner, "finds_parameters", False):
+        arguments = arguments[:1]  # whole parameters, and their version, say nothing of their parts
     out = native.program_apply(program, owner, padding.pad(x), more, *arguments)
     return tuple(map(padding.cut, out)) if isinstance(out, tuple) else padding.cut(out)
 

@@ -96,7 +96,7 @@ class Norm(NativeOperation):
             "bias" if "bias" in self._needed_names else None,
             self.weight.numel(),
             self.eps,
-            self.zero_centered_gamma,
+            bool(self.zero_centered_gamma),
         )
 
     def _matrix(self, x: torch.Tensor) -> torch.Tensor:

@@ -172,13 +172,18 @@ pub(crate) fn cut_apply<'py>(
     {
         return Ok(None);
     }
-    {
+    let rows = {
         let Ok(Some(view)) = state.reader.read(x) else { return Ok(None) };
-        if view.numel() == 0 || !view.is_contiguous() || state.dispatcher(py)?.0.rows_to_pad(view.rows()) != 0 {
+        if view.numel() == 0 || !view.is_contiguous() {
             return Ok(None);
         }
-    }
+        view.rows()
+    };
     in_region_of_last_forward(state, &first.0, || {
+        // The region says which rows are padded; backward repeats a forward where it is over.
+        if state.dispatcher(py)?.0.rows_to_pad(rows) != 0 {
+            return Ok(None);
+        }
         let region = *state.dispatcher(py)?.0.autocast.current();
         let (Some(first), Some(second)) =
             (Half::of(state, &first, x, (&region, false))?, Half::of(state, &second, x, (&region, true))?)

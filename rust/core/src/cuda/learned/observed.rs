@@ -169,6 +169,11 @@ fn rules_of(
             }
         }
     }
+    // Memory that is the same in two captures may be the library's own, which other calls use, too.
+    let is_repeated = |capture: usize| begins[..capture].contains(&begins[capture]);
+    if begins[0] != u64::MAX && (1..CAPTURES).any(is_repeated) {
+        return None;
+    }
     let sizes: Vec<u64> = spans.iter().map(|span| span.bytes).chain([workspace_bytes]).collect();
     // A word as a rule, the workspace as the last address; a number has none.
     let placed = |capture: usize, step: usize, word: usize| match word_of(capture, step, word) {
@@ -299,7 +304,9 @@ mod tests {
 
     #[test]
     fn memory_that_belongs_to_nothing_is_not_learned() {
-        // Twice the same address of unknown memory, beside a workspace; one that moves otherwise; one too far away.
+        // The same address of unknown memory each time, alone and beside a workspace; one that moves otherwise; one too far
+        // away.
+        assert_eq!(rules(&captures(|_, spans, _| vec![spans[0].address, MEMORY.start])), None);
         assert_eq!(rules(&captures(|_, _, workspace| vec![workspace, MEMORY.start])), None);
         assert_eq!(rules(&captures(|capture, _, workspace| vec![workspace, workspace + 4 * capture as u64])), None);
         assert_eq!(rules(&captures(|_, _, workspace| vec![workspace, workspace + WORKSPACE])), None);
