@@ -45,14 +45,13 @@ pub(crate) fn traced_backward<'py>(
     let py = program.py();
     let operator = Operator::run(state(py)?, (reads, writes), (program, call), backward, Otherwise::Backward)?;
     let traced = operator.call.get();
-    let was_first = match traced.is_first {
-        Some(is_first) => is_first,
-        None => {
-            let mut program = operator.program.try_borrow_mut()?;
-            let was_first = program.first_module.is_some();
-            program.first_module_done |= was_first;
-            was_first
-        }
+    let was_first = if let Some(is_first) = traced.is_first {
+        is_first
+    } else {
+        let mut program = operator.program.try_borrow_mut()?;
+        let was_first = program.first_module.is_some();
+        program.first_module_done |= was_first;
+        was_first
     };
     let is_last = traced.is_delayed() && was_first && !reads.is_empty();
     if is_last { Operator::otherwise(py, Otherwise::AfterBackward, (reads.get_item(0)?,)) } else { Ok(()) }

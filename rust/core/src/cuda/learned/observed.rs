@@ -154,26 +154,11 @@ fn rules_of(
     if first.is_empty() || captures.len() != CAPTURES || !others.iter().all(are_alike) || captures.iter().any(overlap) {
         return None;
     }
-    // The lowest byte of the workspace that a launch names, in each capture.
     let word_of = |capture: usize, step: usize, word: usize| {
         let (steps, spans) = &captures[capture];
         Word::of(steps[step].words[word], spans, &is_memory)
     };
-    let mut begins = [u64::MAX; CAPTURES];
-    for (capture, begin) in begins.iter_mut().enumerate() {
-        for (step, of_step) in first.iter().enumerate() {
-            for word in 0..of_step.words.len() {
-                if let Word::Elsewhere(address) = word_of(capture, step, word) {
-                    *begin = address.min(*begin);
-                }
-            }
-        }
-    }
-    // Memory that is the same in two captures may be the library's own, which other calls use, too.
-    let is_repeated = |capture: usize| begins[..capture].contains(&begins[capture]);
-    if begins[0] != u64::MAX && (1..CAPTURES).any(is_repeated) {
-        return None;
-    }
+    let begins = begins_of_workspace(first, word_of)?;
     let sizes: Vec<u64> = spans.iter().map(|span| span.bytes).chain([workspace_bytes]).collect();
     // A word as a rule, the workspace as the last address; a number has none.
     let placed = |capture: usize, step: usize, word: usize| match word_of(capture, step, word) {
@@ -202,6 +187,24 @@ fn rules_of(
         Some(rules)
     };
     (0..first.len()).map(rules_of_step).collect()
+}
+
+/// The lowest byte of the workspace that a launch names, in each capture; none if two captures have the same. Such memory
+/// may be the library's own, which other calls use, too.
+fn begins_of_workspace(steps: &[Step], word_of: impl Fn(usize, usize, usize) -> Word) -> Option<[u64; CAPTURES]> {
+    let mut begins = [u64::MAX; CAPTURES];
+    for (capture, begin) in begins.iter_mut().enumerate() {
+        for (step, of_step) in steps.iter().enumerate() {
+            for word in 0..of_step.words.len() {
+                if let Word::Elsewhere(address) = word_of(capture, step, word) {
+                    *begin = address.min(*begin);
+                }
+            }
+        }
+    }
+    let is_repeated = |capture: usize| begins[..capture].contains(&begins[capture]);
+    let exists = begins[0] != u64::MAX;
+    (!exists || !(1..CAPTURES).any(is_repeated)).then_some(begins)
 }
 
 /// Bytes that hold a workspace of so many bytes and blocks, whose address is number `address`.
