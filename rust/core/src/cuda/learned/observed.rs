@@ -189,7 +189,7 @@ fn rules_of(
     (0..first.len()).map(rules_of_step).collect()
 }
 
-/// The lowest byte of the workspace that a launch names, in each capture; none if two captures have the same. Such memory
+/// The lowest byte of the workspace that a launch names, in each capture; none if all captures have the same. Such memory
 /// may be the library's own, which other calls use, too.
 fn begins_of_workspace(steps: &[Step], word_of: impl Fn(usize, usize, usize) -> Word) -> Option<[u64; CAPTURES]> {
     let mut begins = [u64::MAX; CAPTURES];
@@ -202,9 +202,8 @@ fn begins_of_workspace(steps: &[Step], word_of: impl Fn(usize, usize, usize) -> 
             }
         }
     }
-    let is_repeated = |capture: usize| begins[..capture].contains(&begins[capture]);
-    let exists = begins[0] != u64::MAX;
-    (!exists || !(1..CAPTURES).any(is_repeated)).then_some(begins)
+    let is_same = begins.iter().all(|&begin| begin == begins[0]);
+    (begins[0] == u64::MAX || !is_same).then_some(begins)
 }
 
 /// Bytes that hold a workspace of so many bytes and blocks, whose address is number `address`.
