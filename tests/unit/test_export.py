@@ -240,15 +240,10 @@ def test_an_operation_in_python_is_exported():
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_a_chain_that_has_never_run_is_exported_with_gradients(strict):
-    chain = ops.Sequential(ops.Linear(32, 32, device="cpu"), ops.ReLU())
-    program = torch.export.export(chain, (X,), strict=strict).module()
-    assert torch.equal(program(X), chain(X))
-
-
-@pytest.mark.parametrize("strict", [False, True])
 def test_a_layer_that_was_exported_with_gradients_is_traced_again(strict):
     """A trace that is not strict drops the scales that it has made, while tensors are fake."""
+    if strict and torch.__version__ < "2.9":
+        pytest.skip("its strict traces take no tensors beside parameters and buffers")
     layer = te.Linear(32, 32, device="cpu")
     with te.autocast(recipe=DelayedScaling()):
         torch.export.export(layer_alone(layer), (X,), strict=strict)

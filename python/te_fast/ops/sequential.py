@@ -21,8 +21,6 @@ from te_fast.runtime.global_state import FP8GlobalStateManager
 
 #: All containers, of which those that are alike may share graphs.
 _containers: WeakSet[Sequential] = WeakSet()
-#: Attributes that containers have from the moment on when their groups are made.
-_OF_GROUPS = ("_module_groups", "_direct_program", "_direct_call")
 
 
 class Sequential(torch.nn.Module):
@@ -56,11 +54,9 @@ class Sequential(torch.nn.Module):
     (16, 64)
     """
 
-    # A class attribute, since torch.export gives a module's own attributes their former values behind a trace.
-    _module_groups: list[Any] | None = None
-
     def __init__(self, *args: Any) -> None:
         super().__init__()
+        self._module_groups: list[Any] | None = None
         if len(args) == 1 and isinstance(args[0], dict):
             for name, module in args[0].items():
                 self.add_module(name, module)
@@ -82,8 +78,7 @@ class Sequential(torch.nn.Module):
         if any(isinstance(group, OperationFuser) and group.is_running for group in groups):
             message = "Sequential: edited from one of its own operations while it runs"
             raise StateError(message)
-        for name in _OF_GROUPS:
-            self.__dict__.pop(name, None)
+        self.__dict__.update(_module_groups=None, _direct_program=None, _direct_call=None)
 
     def _check_module(self, module: Any) -> None:
         """Raise unless the container can hold something."""
@@ -260,7 +255,8 @@ class Sequential(torch.nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the groups out; the copy makes its own."""
-        return {name: value for name, value in self.__dict__.items() if name not in _OF_GROUPS}
+        left_out = {"_module_groups": None, "_direct_program": None, "_direct_call": None}
+        return {**self.__dict__, **left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take a copied or pickled state."""

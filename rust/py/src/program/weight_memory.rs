@@ -43,9 +43,11 @@ impl Buffer {
         self.memory.ptr().offset(self.offset)
     }
 
-    /// A new tensor on the same bytes, for other owners.
+    /// A new tensor on the same bytes, for other owners, which refers to no other tensor.
     pub(crate) fn shared<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        self.memory.tensor(py).call_method1(intern!(py, "narrow"), (0, self.offset, self.bytes))
+        let whole = self.memory.tensor(py);
+        let part = whole.call_method1(intern!(py, "narrow"), (0, self.offset, self.bytes))?;
+        part.call_method0(intern!(py, "detach"))
     }
 
     fn record_stream(&self, stream: &Bound<'_, PyAny>) -> PyResult<()> {
