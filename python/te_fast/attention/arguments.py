@@ -13,7 +13,7 @@ import torch
 
 from te_fast.errors import ArgumentError, DeviceError, DtypeError, ShapeError
 from te_fast.layers.parameters import check_sizes
-from te_fast.runtime.arguments import check_numbers
+from te_fast.runtime.arguments import check_numbers, check_tensors
 from te_fast.runtime.compiling import is_unseen
 
 if TYPE_CHECKING:
@@ -438,20 +438,6 @@ def check_bias(attention: Any, tensor: Any, slopes: Any, heads: int) -> None:
 
 
 # Rotary embeddings --------------------------------------------------------------------------------
-
-
-def check_tensors(op: str, **tensors: Any) -> None:
-    """Raise unless arguments are tensors.
-
-    Raises
-    ------
-    DtypeError
-        With the name of the first wrong argument.
-    """
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, torch.Tensor):
-            message = f"{op}: {name} must be a torch.Tensor, got {type(tensor).__name__}"
-            raise DtypeError(message)
 
 
 def check_places(

@@ -113,10 +113,9 @@ def choice_for(
 def _choose(
     hidden: torch.Tensor, heads: Heads, order: tuple[int, ...], scores: Scores, trains: bool
 ) -> Kernel | None:
-    columns = (heads.queries + 2 * heads.groups) * heads.channels
     if heads.channels % 8 != 0 and hidden.is_cuda:
         return None  # torch pads channels
-    mixed = torch.empty(*hidden.shape[:-1], columns, dtype=hidden.dtype, device=hidden.device)
+    mixed = torch.empty(*hidden.shape[:-1], heads.columns, dtype=hidden.dtype, device=hidden.device)
     q, k, v = (part.permute(order).requires_grad_(trains) for part in heads.split(mixed))
     number = torch._fused_sdp_choice(
         q,

@@ -10,11 +10,11 @@ import torch
 from torch.compiler import is_compiling
 
 from te_fast.attention import operators
-from te_fast.attention.arguments import check_places, check_tensors
+from te_fast.attention.arguments import check_places
 from te_fast.errors import ArgumentError, DeviceError, ShapeError, UnsupportedError
 from te_fast.layers.parameters import check_sizes
 from te_fast.runtime import native
-from te_fast.runtime.arguments import check_numbers
+from te_fast.runtime.arguments import check_numbers, check_tensors
 from te_fast.runtime.compiling import is_exporting, is_unseen
 from te_fast.runtime.device import default_device
 

@@ -1,11 +1,13 @@
-"""Checks of arguments: sizes, numbers, flags and functions."""
+"""Checks of arguments: sizes, numbers, flags, functions and tensors."""
 
 from __future__ import annotations
 
 import operator
 from typing import Any
 
-from te_fast.errors import DtypeError, ShapeError
+import torch
+
+from te_fast.errors import DtypeError, ShapeError, TeFastError
 
 
 def check_sizes(layer: str, **sizes: Any) -> None:
@@ -93,3 +95,17 @@ def check_functions(owner: str, **functions: Any) -> None:
             got = f"{type(function).__name__} {function!r}"
             message = f"{owner}: {name} must be a function, got {got}"
             raise DtypeError(message)
+
+
+def check_tensors(owner: str, error: type[TeFastError] = DtypeError, /, **tensors: Any) -> None:
+    """Raise unless arguments are tensors.
+
+    Raises
+    ------
+    TeFastError
+        Of the given class, with the name of the first wrong argument.
+    """
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            message = f"{owner}: {name} must be a torch.Tensor, got {type(tensor).__name__}"
+            raise error(message)

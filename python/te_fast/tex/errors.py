@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from te_fast.errors import TeFastError
+from te_fast.runtime import arguments
 
 
 class ExtensionError(TeFastError, RuntimeError, ValueError, TypeError):
@@ -21,7 +20,4 @@ def check_tensors(op: str, **given: Any) -> None:
     ExtensionError
         With the name of the first wrong argument.
     """
-    for name, value in given.items():
-        if not isinstance(value, torch.Tensor):
-            message = f"{op}: {name} must be a torch.Tensor, got {type(value).__name__}"
-            raise ExtensionError(message)
+    arguments.check_tensors(op, ExtensionError, **given)

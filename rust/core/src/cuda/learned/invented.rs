@@ -211,17 +211,8 @@ mod tests {
 
     #[test]
     fn a_counter_is_a_workspace_that_the_first_step_zeroes_whole() {
-        let kernel = Kernel {
-            function: std::ptr::null_mut(),
-            grid: [1; 3],
-            block: [1; 3],
-            shared_bytes: 0,
-            cluster: [0; 3],
-            scheduling: 0,
-            bytes: 8,
-        };
         let rule = |offset| vec![Rule { word: 0, address: 2, offset }];
-        let kernel = || (Step { shape: Shape::Kernel(kernel), words: vec![0] }, rule(0));
+        let kernel = || (Step { shape: Shape::Kernel(Kernel::NONE), words: vec![0] }, rule(0));
         let zeros = |elements, offset| (fill(0, elements), rule(offset));
         assert!(is_counter(&[zeros(1, 0), kernel()], (2, 4)));
         assert!(is_counter(&[zeros(4, 0), kernel(), kernel()], (2, 16)));

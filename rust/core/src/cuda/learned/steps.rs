@@ -155,6 +155,18 @@ impl Step {
 }
 
 impl Kernel {
+    /// No kernel, for tests of rules.
+    #[cfg(test)]
+    pub(crate) const NONE: Self = Self {
+        function: std::ptr::null_mut(),
+        grid: [1; 3],
+        block: [1; 3],
+        shared_bytes: 0,
+        cluster: [0; 3],
+        scheduling: 0,
+        bytes: 8,
+    };
+
     #[inline]
     fn launch(self, calls: &Functions, stream: Stream, words: &mut [u64]) -> Result<()> {
         let Self { function, grid, block, shared_bytes, cluster, scheduling, mut bytes } = self;
