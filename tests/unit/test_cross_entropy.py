@@ -90,7 +90,7 @@ def test_losses_have_the_shape_of_the_logits():
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.3])
-def test_backward_keeps_one_tensor_and_rounds_last(smoothing):
+def test_backward_keeps_no_gradient_and_rounds_last(smoothing):
     """The factor of a loss comes before the gradient is rounded to BF16."""
     generator = torch.Generator().manual_seed(5)
     logits = torch.randn(4, 2, 7, generator=generator).bfloat16().requires_grad_()
@@ -100,7 +100,9 @@ def test_backward_keeps_one_tensor_and_rounds_last(smoothing):
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         losses = parallel_cross_entropy(logits, target, smoothing, ignore_idx=IGNORED)
-    assert [(t.dtype, t.numel()) for t in kept] == [(torch.float32, logits.numel())]
+    of_rows = [t.numel() for t in kept if t.dtype is not torch.bfloat16]
+    assert [t.data_ptr() for t in kept if t.dtype is torch.bfloat16] == [logits.data_ptr()]
+    assert sum(of_rows) == 3 * target.numel()
     case = {"label_smoothing": smoothing, "reduce_loss": False}
     for _ in range(2):
         (got,) = torch.autograd.grad(losses, logits, factors, retain_graph=True)
@@ -110,6 +112,79 @@ def test_backward_keeps_one_tensor_and_rounds_last(smoothing):
     (gradient,) = torch.autograd.grad(losses, logits, factors, create_graph=True)
     with pytest.raises(UnsupportedError, match="parallel_cross_entropy: .* differentiated again"):
         gradient.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("columns", [1, 7, 50257])
+def test_rows_of_any_length(dtype, smoothing, columns):
+    generator = torch.Generator().manual_seed(columns)
+    logits = (6 * torch.randn(5, columns, generator=generator)).to(dtype)
+    target = torch.randint(0, columns, (5,), generator=generator)
+    target[3] = -100
+    grad = torch.randn(5, generator=generator)
+    leaf = logits.clone().requires_grad_()
+    losses = parallel_cross_entropy(leaf, target, smoothing)
+    losses.backward(grad)
+    wide = logits.double().requires_grad_()
+    options = {"reduction": "none", "label_smoothing": smoothing}
+    wanted = torch.nn.functional.cross_entropy(wide, target, **options)
+    wanted.backward(grad.double())
+    assert torch.allclose(losses.double(), wanted, rtol=2e-6, atol=1e-6)
+    rounding = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-8}[dtype]
+    smallest = torch.finfo(dtype).smallest_normal if dtype is torch.float16 else 1e-7
+    assert torch.allclose(leaf.grad.double(), wide.grad, rtol=rounding, atol=smallest)
+
+
+def test_one_gradient_for_all_rows():
+    """The gradient of a sum is one number for all rows, as a tensor without strides."""
+    generator = torch.Generator().manual_seed(8)
+    logits = torch.randn(6, 40, generator=generator)
+    target = torch.randint(0, 40, (6,), generator=generator)
+    found = []
+    for loss in (lambda t: t.sum(), lambda t: (t * torch.ones(6)).sum()):
+        leaf = logits.clone().requires_grad_()
+        loss(parallel_cross_entropy(leaf, target)).backward()
+        found.append(leaf.grad)
+    assert torch.equal(*found)
+    assert torch.allclose(found[0].sum(1), torch.zeros(6), atol=1e-6)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_odd_logits(smoothing):
+    """Minus infinity, infinity, NaN, numbers far apart, and rows of equal logits."""
+    infinity, most = torch.inf, 1e37
+    logits = torch.tensor(
+        [
+            [-infinity, 1.0, 2.0, -infinity],
+            [-infinity] * 4,
+            [infinity, 0.0, 0.0, 0.0],
+            [0.0, torch.nan, -infinity, 0.0],
+            [most, -most, 0.0, 1.0],
+            [-most] * 4,
+            [1e-45, -0.0, 0.0, -1e-45],
+        ]
+    )
+    target = torch.tensor([1, 0, 1, 0, 0, 2, 3])
+    leaf, wide = logits.clone().requires_grad_(), logits.double().requires_grad_()
+    losses = parallel_cross_entropy(leaf, target, smoothing)
+    losses.sum().backward()
+    wanted = torch.nn.functional.cross_entropy(
+        wide, target, reduction="none", label_smoothing=smoothing
+    )
+    wanted.sum().backward()
+    assert torch.allclose(losses, wanted.float(), rtol=1e-6, equal_nan=True)
+    rows = [0, 4, 5, 6]  # torch's gradients of the others are NaN in other places
+    assert torch.allclose(leaf.grad[rows], wide.grad.float()[rows], atol=1e-7)
+    assert leaf.grad[1:4].isnan().any(1).all()
+
+
+def test_logits_that_change_before_backward_are_noticed():
+    logits = torch.randn(3, 4).requires_grad_() * 1.0
+    losses = parallel_cross_entropy(logits, torch.tensor([0, 1, 2]))
+    logits.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        losses.sum().backward()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])

@@ -32,13 +32,17 @@ from te_fast.convert.forwards import (
     DecoderForward,
     Forward,
     LinearForward,
+    NormForward,
     SequentialForward,
     norm_and_linear,
     norm_and_mlp,
 )
 from te_fast.convert.known import Left, leave
+from te_fast.convert.loss import KEY as LOSS
+from te_fast.convert.loss import causal_loss, has_causal_loss
 from te_fast.convert.masks import CausalForward, makes_masks
 from te_fast.convert.packing import pack
+from te_fast.convert.rotary import RotaryForward, is_constant
 from te_fast.convert.scales import converted as converted_modules
 from te_fast.convert.scales import load_scaling_state, scaling_state
 from te_fast.errors import ArgumentError, DtypeError, StateError, TeFastError
@@ -137,13 +141,16 @@ class _Plan:
         for name, module in modules:
             if isinstance(module, torch.nn.Linear):
                 self._take(name, module, self._linear)
-            elif (
-                makes_masks(module)
-                and decoders.issuperset(module.layers)
-                and "forward" not in module.__dict__
-                and not self._is_excluded(name)
-            ):
-                self.forwards.append((name, module, CausalForward(module)))
+            elif makes_masks(module) and decoders.issuperset(module.layers):
+                self._around_decoders(name, module)
+        #: Language models whose loss is replaced.
+        self.losses = [
+            (name, module)
+            for name, module in modules
+            if decoders.intersection(module.modules())
+            and has_causal_loss(module)
+            and not self._is_excluded(f"{name}.loss_function")
+        ]
 
     def _take(self, name: str, module: torch.nn.Module, make: Any) -> None:
         try:
@@ -182,6 +189,22 @@ class _Plan:
             leave(f"{name} shares parameters with another module")
         try_experts(found, name, lambda: ExpertsForward(found, name).run)
         return ExpertsForward(found, name)
+
+    def _around_decoders(self, name: str, module: Any) -> None:
+        """Take what a model computes before and behind its decoder layers, all of which are converted."""
+        if "forward" not in module.__dict__ and not self._is_excluded(name):
+            self.forwards.append((name, module, CausalForward(module)))
+        for key, child in module.named_children():
+            path = f"{name}.{key}" if name else key
+            if self._is_excluded(path) or "forward" in child.__dict__:
+                continue
+            if key == "rotary_emb" and is_constant(child):
+                self.forwards.append((path, child, RotaryForward(child)))
+            elif key == "norm":
+                self._take(path, child, self._norm)
+
+    def _norm(self, name: str, module: Any) -> Forward:
+        return NormForward(known.norm(module, name), module)
 
     def _sequential(self, name: str, module: torch.nn.Sequential) -> None:
         fused: dict[int, Any] = {}
@@ -244,6 +267,8 @@ class _Plan:
                 lay()
         for _, module, forward in self.forwards:
             module.__dict__[_KEY] = forward
+        for _, module in self.losses:
+            module.__dict__[LOSS] = causal_loss
 
 
 def _expect_module(model: Any, function: str) -> None:
@@ -356,6 +381,8 @@ def convert(
     with autocast(enabled=False), quantized_model_init(enabled=False):
         plan = _Plan(model, names)
     converted = {name: _shown(module, forward) for name, module, forward in plan.forwards}
+    for name, _ in plan.losses:
+        converted[f"{name}.loss_function" if name else "loss_function"] = "loss"
     if not dry_run:
         plan.apply()
     return Report(converted, plan.left, dry_run, _unmatched(model, names))
@@ -416,7 +443,10 @@ def undo(model: torch.nn.Module) -> int:
         raise StateError(message)
     for module in found:
         del module.__dict__[_KEY]
-    return len(found)
+    losses = [module for module in model.modules() if module.__dict__.get(LOSS) is causal_loss]
+    for module in losses:
+        del module.__dict__[LOSS]
+    return len(found) + len(losses)
 
 
 def _load(target: str) -> torch.nn.Module:

@@ -29,6 +29,7 @@ from te_fast.convert.packing import Place
 from te_fast.layers.layernorm_linear import LayerNormLinear
 from te_fast.layers.layernorm_mlp import LayerNormMLP
 from te_fast.layers.linear import Linear
+from te_fast.layers.norm import LayerNorm, RMSNorm
 from te_fast.layers.program import ProgramLayer
 from te_fast.runtime import native
 from te_fast.runtime.compiling import is_exporting
@@ -250,6 +251,43 @@ class LinearForward(OwnedForward):
             owner: Any = self._owner()
             return type(owner).forward(owner, input)
         y: torch.Tensor = self.tied(input)
+        return y
+
+
+class NormForward(OwnedForward):
+    """A norm by itself. Compiled code runs the module's own, which a compiler joins with its neighbours."""
+
+    what = "norm"
+
+    def __init__(self, norm: Norm, module: torch.nn.Module) -> None:
+        self._owner = weakref.ref(module)
+        self._note_constants([module])
+        weight: Any = module._parameters["weight"]
+        kind = LayerNorm if norm.kind == "LayerNorm" else RMSNorm
+        options: dict[str, Any] = {"device": "meta", "dtype": weight.dtype}
+        layer = kind(
+            weight.shape[0], eps=norm.eps, zero_centered_gamma=norm.zero_centered, **options
+        )
+        self.tied = Tied(layer, _tied("", module))
+
+    def layers(self) -> dict[str, Tied]:
+        """Return nothing: norms by themselves have no scales."""
+        return {}
+
+    def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Apply the norm."""
+        owner: Any = self._owner()
+        x = hidden_states
+        if (
+            is_compiling()
+            or x.dtype != owner.weight.dtype
+            or x.dtype is torch.float64
+            or torch.is_autocast_enabled(x.device.type)
+            or any([getattr(module, name) != value for module, name, value in self._constants])
+            or not self.tied.refresh()
+        ):
+            return type(owner).forward(owner, x)
+        y: torch.Tensor = self.tied(x)
         return y
 
 

@@ -1,12 +1,12 @@
-"""Causal masks of Transformers' models in compiled code and in CUDA graphs.
+"""Causal masks of Transformers' models.
 
 Transformers passes attention no mask that would only hide later tokens, since attention hides these by itself, faster.
-But in a trace, or under capture, Transformers always makes the mask, because a graph of ``torch.export`` must serve
-sequences of other lengths, and position numbers, even the model's own, could be those of packed sequences.
-``torch.compile`` checks the lengths before every call, and a CUDA graph has one length.
+But position numbers, even the model's own, could be those of packed sequences. To find that out, a forward waits for the
+GPU. In a trace, or under capture, where it cannot wait, Transformers makes the mask.
 
-There, a converted model passes an empty mask to Transformers, which hands a mask of four dimensions to the decoder
-layers as it is. The converted layers take the empty mask for none.
+A converted model that numbers the tokens itself passes an empty mask to Transformers, which hands a mask of four
+dimensions to the decoder layers as it is. The converted layers take the empty mask for none. A graph of
+``torch.export`` must serve sequences of other lengths, so that it gets Transformers' mask.
 """
 
 from __future__ import annotations
@@ -21,14 +21,8 @@ from torch.compiler import is_compiling
 
 from te_fast.convert.forwards import DecoderForward, OwnedForward
 from te_fast.convert.known import implementation_of
+from te_fast.convert.rotary import positions_of
 from te_fast.runtime.compiling import is_exporting
-
-
-def _has_fixed_lengths() -> bool:
-    """Tell whether this code runs once for calls of the same lengths."""
-    if is_compiling():
-        return not is_exporting()
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def makes_masks(model: Any) -> bool:
@@ -71,9 +65,15 @@ class CausalForward(OwnedForward):
     def __call__(self, *places: Any, **given: Any) -> Any:
         """Run the model's own forward, with an empty mask if attention needs none."""
         owner: Any = self._owner()
-        if _has_fixed_lengths() and self._needs_no_mask(owner, places, given):
+        if is_compiling() and is_exporting():
+            return type(owner).forward(owner, *places, **given)
+        needs_none = self._needs_no_mask(owner, places, given)
+        if needs_none:
             given["attention_mask"] = torch.empty((1, 1, 0, 0), dtype=torch.bool)
-        return type(owner).forward(owner, *places, **given)
+        if is_compiling():
+            return type(owner).forward(owner, *places, **given)
+        with positions_of(model=needs_none):
+            return type(owner).forward(owner, *places, **given)
 
     def _needs_no_mask(self, owner: Any, places: tuple[Any, ...], given: dict[str, Any]) -> bool:
         if len(places) > 1 or not given.get("is_causal", getattr(owner.config, "is_causal", True)):

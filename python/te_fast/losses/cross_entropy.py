@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import distributed
+from torch.autograd.graph import increment_version
 from torch.nn import functional
 
 from te_fast.errors import (
@@ -17,49 +18,48 @@ from te_fast.errors import (
     ShapeError,
     StateError,
 )
+from te_fast.runtime import native
 from te_fast.runtime.arguments import check_numbers
 from te_fast.runtime.collectives import check_is_group
+from te_fast.runtime.compiling import is_unseen
 from te_fast.runtime.second_order import differentiable_once
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+#: An ignored target that no tensor of targets has: other numbers than targets are ignored elsewhere.
+_NO_TARGET = -(2**63)
 
 
 class _Losses(torch.autograd.Function):
-    """Loss of each row of whole logits ``(rows, vocabulary)``; forward computes the gradient, which is all it keeps."""
+    """Loss of each row of whole logits ``(rows, vocabulary)``; keeps the logits and two numbers per row."""
 
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, target: torch.Tensor, smoothing: float, ignored: int
+        ctx: Any,
+        logits: torch.Tensor,
+        target: torch.Tensor,
+        smoothing: float,
+        ignored: int,
+        overwrites: bool,
     ) -> torch.Tensor:
-        logs = functional.log_softmax(logits, 1, dtype=torch.float32)
-        losses = functional.nll_loss(logs, target, ignore_index=ignored, reduction="none")
-        uniform, is_ignored = smoothing / max(logits.shape[1], 1), target == ignored
-        if smoothing:
-            losses = losses.mul_(1.0 - smoothing).sub_(logs.sum(1), alpha=uniform)
-            losses.masked_fill_(is_ignored, 0.0)
-        # The differences of probabilities, in FP32: a factor of the loss comes before they are rounded.
-        share = logs.exp_()
-        if smoothing:
-            share.sub_(uniform)
-        if logits.shape[1]:  # otherwise all targets are ignored
-            column = target.masked_fill(is_ignored, 0)[:, None]
-            share.scatter_add_(1, column, share.new_full(column.shape, smoothing - 1.0))
-        ctx.save_for_backward(share)
-        # No saved tensor: neither an input nor a result, and small.
-        ctx.is_ignored, ctx.dtype = is_ignored, logits.dtype
+        losses, statistics = native.cross_entropy_forward(logits, target, ignored, smoothing, True)
+        ctx.save_for_backward(logits, target, statistics)
+        ctx.smoothing, ctx.ignored = smoothing, ignored
+        ctx.overwrites, ctx.is_overwritten = overwrites, False
         return losses
 
     @staticmethod
     @differentiable_once("parallel_cross_entropy")
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        (share,) = ctx.saved_tensors
-        factor = grad.masked_fill(ctx.is_ignored, 0.0)[:, None]
-        result = torch.empty_like(share, dtype=ctx.dtype)
-        return torch.mul(share, factor, out=result), None, None, None
+        _refuse_overwritten(ctx)
+        logits, target, statistics = ctx.saved_tensors
+        result = _native_gradient(ctx, logits, target, statistics, grad, None, ctx.ignored)
+        return result, None, None, None, None
 
 
-class _RowLosses(torch.autograd.Function):
-    """Loss of each row of a share of logits ``(rows, columns)``; backward computes the softmax again.
+class _PartLosses(torch.autograd.Function):
+    """Loss of each row of which every rank of a group has a part ``(rows, columns)``.
 
-    `width` is the number of columns that count: columns behind them are minus infinity.
+    Sums of a part are relative to its own largest logit, until ranks know the largest of all.
     """
 
     @staticmethod
@@ -69,52 +69,117 @@ class _RowLosses(torch.autograd.Function):
         target: torch.Tensor,
         smoothing: float,
         group: Any,
-        width: int,
         overwrites: bool,
     ) -> torch.Tensor:
-        values = logits.float()
-        largest, first, vocabulary = _reduced_maxima(values.amax(1), width, group)
+        width = logits.shape[1]
+        most, exponentials, total = _part(logits, smoothing)
+        largest, first, vocabulary = _reduced_maxima(most, width, group)
         column = target - first
         is_here = (column >= 0) & (column < width)
-        column = torch.where(is_here, column, 0)
-        values = values - largest[:, None]
-        zero = values.new_zeros(())
-        predicted = torch.where(is_here, values.gather(1, column[:, None])[:, 0], zero)
-        # Only with smoothing: logits of minus infinity have no mean.
-        total = values[:, :width].sum(1) if smoothing else torch.zeros_like(predicted)
-        sums = torch.stack([values.exp_().sum(1), predicted, total, is_here.float()])
+        column = torch.where(is_here, column, -1)
+        less = most - largest
+        exponentials = exponentials * less.exp()
+        # Logits that are all minus infinity are relative to 0.
+        total = torch.where(less == -torch.inf, total, total + width * less)
+        predicted = torch.zeros_like(most)
+        if width:
+            logit = logits.gather(1, column.clamp(min=0)[:, None])[:, 0].float()
+            predicted = torch.where(is_here, logit - largest, predicted)
+        sums = torch.stack([exponentials, predicted, total, is_here.float()])
         if _place(group)[1] > 1:
             _reduce(sums, distributed.ReduceOp.SUM, group)
         log_sum, predicted, total = sums[0].log(), sums[1], sums[2]
         # As in Transformer Engine: no rank has the target.
         predicted = predicted.masked_fill(sums[3] == 0, -torch.inf)
-        uniform = smoothing / vocabulary
         # Summing first would round away the differences of large logits.
-        ctx.save_for_backward(logits, largest, log_sum, column, is_here, uniform)
-        ctx.smoothing, ctx.overwrites = smoothing, overwrites
-        ctx.is_overwritten = False
+        ctx.save_for_backward(logits, column, torch.stack([largest, log_sum]), vocabulary)
+        ctx.smoothing, ctx.overwrites, ctx.is_overwritten = smoothing, overwrites, False
         losses = log_sum - (1.0 - smoothing) * predicted
-        return losses - uniform * total if smoothing else losses
+        return losses - smoothing / vocabulary * total if smoothing else losses
 
     @staticmethod
     @differentiable_once("parallel_cross_entropy")
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        if ctx.is_overwritten:
-            message = (
-                "parallel_cross_entropy: with overwrite_input=True backward runs once, for it leaves the gradient "
-                "where the logits were; leave overwrite_input at its default to run it again"
+        _refuse_overwritten(ctx)
+        logits, column, statistics, vocabulary = ctx.saved_tensors
+        if has_kernels(logits):
+            result = _native_gradient(
+                ctx, logits, column, statistics, grad, vocabulary, _NO_TARGET
             )
-            raise StateError(message)
-        logits, largest, log_sum, column, is_here, uniform = ctx.saved_tensors
-        share = (logits.float() - largest[:, None]).sub_(log_sum[:, None]).exp_()
-        if ctx.smoothing:
-            share.sub_(uniform)
-        wanted = torch.where(is_here, -(1.0 - ctx.smoothing), 0.0).to(share.dtype)
-        share.scatter_add_(1, column[:, None], wanted[:, None])
-        share.mul_(grad[:, None])
-        ctx.is_overwritten = ctx.overwrites
-        result = logits.detach().copy_(share) if ctx.overwrites else share.to(logits.dtype)
-        return result, None, None, None, None, None
+        else:
+            result = _torchs_gradient(ctx, logits, column, statistics, grad, vocabulary)
+        return result, None, None, None, None
+
+
+def has_kernels(logits: torch.Tensor) -> bool:
+    """Tell whether te_fast's kernels take logits; compilers fuse torch's operations instead."""
+    is_known = logits.device.type in ("cpu", "cuda") and logits.dtype in _DTYPES
+    return is_known and is_unseen(logits)
+
+
+def _refuse_overwritten(ctx: Any) -> None:
+    if ctx.is_overwritten:
+        message = (
+            "parallel_cross_entropy: with overwrite_input=True backward runs once, for it leaves the gradient "
+            "where the logits were; leave overwrite_input at its default to run it again"
+        )
+        raise StateError(message)
+
+
+def _native_gradient(
+    ctx: Any,
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    statistics: torch.Tensor,
+    grad: torch.Tensor,
+    vocabulary: torch.Tensor | None,
+    ignored: int,
+) -> torch.Tensor:
+    result = logits.detach() if ctx.overwrites else torch.empty_like(logits)
+    native.cross_entropy_backward(
+        logits, target, statistics, grad, vocabulary, result, ignored, ctx.smoothing
+    )
+    if ctx.overwrites:
+        increment_version(logits)
+        ctx.is_overwritten = True
+    return result
+
+
+def _part(logits: torch.Tensor, smoothing: float) -> Any:
+    """Return the largest logit of each row, and the sums of exponentials and of logits relative to it.
+
+    Without smoothing the last is 0, since logits of minus infinity have no mean.
+    """
+    if has_kernels(logits):
+        return native.cross_entropy_part(logits, smoothing)
+    zeros = logits.new_zeros(logits.shape[0], dtype=torch.float32)
+    if not logits.shape[1]:
+        return zeros - torch.inf, zeros, zeros
+    most = logits.amax(1).float()
+    values = logits.float() - most.masked_fill(most == -torch.inf, 0.0)[:, None]
+    total = values.sum(1) if smoothing else zeros
+    return most, values.exp_().sum(1), total
+
+
+def _torchs_gradient(
+    ctx: Any,
+    logits: torch.Tensor,
+    column: torch.Tensor,
+    statistics: torch.Tensor,
+    grad: torch.Tensor,
+    vocabulary: torch.Tensor,
+) -> torch.Tensor:
+    if not logits.shape[1]:
+        return torch.empty_like(logits)
+    largest, log_sum = statistics
+    share = (logits.float() - largest[:, None]).sub_(log_sum[:, None]).exp_()
+    if ctx.smoothing:
+        share.sub_(ctx.smoothing / vocabulary)
+    wanted = torch.where(column < 0, 0.0, ctx.smoothing - 1.0).to(share.dtype)
+    share.scatter_add_(1, column.clamp(min=0)[:, None], wanted[:, None])
+    share.mul_(grad[:, None])
+    ctx.is_overwritten = ctx.overwrites
+    return logits.detach().copy_(share) if ctx.overwrites else share.to(logits.dtype)
 
 
 def _reduced_maxima(
@@ -249,13 +314,11 @@ def parallel_cross_entropy(
         )
         raise ShapeError(message)
     smoothing = float(label_smoothing)
-    if _place(dist_process_group)[1] == 1 and not overwrites:
-        losses = _losses(rows, columns, smoothing, ignore_idx)
+    is_alone = _place(dist_process_group)[1] == 1
+    if is_alone and (has_kernels(rows) or not overwrites):
+        losses = _losses(rows, columns, smoothing, ignore_idx, overwrites)
     else:
-        width = rows.shape[1]
-        if width == 0:  # this rank has no share; its gradient stays empty
-            rows = functional.pad(rows, (0, 1), value=-torch.inf)
-        losses = _RowLosses.apply(rows, columns, smoothing, dist_process_group, width, overwrites)
+        losses = _PartLosses.apply(rows, columns, smoothing, dist_process_group, overwrites)
         losses = torch.where(columns == ignore_idx, 0.0, losses)
     if reduce_loss:
         return losses.sum() / (columns != ignore_idx).sum().clamp(min=1).reshape(1)
@@ -263,21 +326,30 @@ def parallel_cross_entropy(
 
 
 def _losses(
-    rows: torch.Tensor, columns: torch.Tensor, smoothing: float, ignored: int
+    rows: torch.Tensor, columns: torch.Tensor, smoothing: float, ignored: int, overwrites: bool
 ) -> torch.Tensor:
-    """Return the losses of whole rows: torch's own where they need no gradient, or a compiler fuses it."""
-    if torch.compiler.is_compiling():
+    """Return the losses of whole rows."""
+    if not has_kernels(rows):
         return _torchs_losses(rows, columns, smoothing, ignored)
-    function = _Losses.apply if torch.is_grad_enabled() and rows.requires_grad else _torchs_losses
-    try:
-        losses: torch.Tensor = function(rows, columns, smoothing, ignored)
-    except IndexError as error:  # on CPUs; on GPUs torch asserts
+    if rows.device.type == "cpu":
+        _check_targets(rows, columns, ignored)
+    if torch.is_grad_enabled() and rows.requires_grad:
+        losses: torch.Tensor = _Losses.apply(rows, columns, smoothing, ignored, overwrites)
+        return losses
+    return native.cross_entropy_forward(rows, columns, ignored, smoothing, False)[0]
+
+
+def _check_targets(rows: torch.Tensor, columns: torch.Tensor, ignored: int) -> None:
+    """Raise for targets outside of the vocabulary."""
+    vocabulary = rows.shape[1]
+    outside = ((columns < 0) | (columns >= vocabulary)) & (columns != ignored)
+    if outside.any():
+        first = int(columns[outside][0])
         message = (
-            f"parallel_cross_entropy: targets must be from 0 to below the {rows.shape[1]} columns of logits, or "
-            f"ignore_idx = {ignored}: {error}"
+            f"parallel_cross_entropy: targets must be from 0 to below the {vocabulary} columns of logits, or "
+            f"ignore_idx = {ignored}, got {first}"
         )
-        raise ArgumentIndexError(message) from error
-    return losses
+        raise ArgumentIndexError(message)
 
 
 def _torchs_losses(

@@ -251,6 +251,16 @@ constants! {
         ROTATE_PARAMS_BYTES: usize = 128 + 96 * ROTATE_PARTS;
     }
 
+    /// Losses.
+    loss {
+        /// Threads of a block, which has a row of logits.
+        ROW_THREADS: u32 = 512;
+        /// Size of `CrossEntropyParams`.
+        CROSS_ENTROPY_PARAMS_BYTES: usize = 64;
+        /// Size of `CrossEntropyBwdParams`.
+        CROSS_ENTROPY_BWD_PARAMS_BYTES: usize = 88;
+    }
+
     /// Permutations of rows.
     moe {
         /// The most experts, and slots of a token.

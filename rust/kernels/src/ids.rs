@@ -273,6 +273,7 @@ images! {
     Grouped16bit = "gemm/grouped_16bit",
     GroupedTables = "gemm/grouped_tables",
     Rope = "attention/rope",
+    CrossEntropy = "loss/cross_entropy",
 }
 
 kernels! {
@@ -360,6 +361,10 @@ kernels! {
     RouterBalanced(Float) "router_balanced_fwd" in Router;
     /// Gradient of its logits.
     RouterBwd(Float) "router_bwd" in Router;
+    /// Losses of rows of logits, or the parts that ranks join.
+    CrossEntropy(Float) "cross_entropy" in CrossEntropy;
+    /// Gradient of the logits.
+    CrossEntropyBwd(Float) "cross_entropy_bwd" in CrossEntropy;
     /// Rows moved in segments: padding, unpadding, chunk sorting.
     PadRows() "pad_rows" in Pad;
     /// Activation function, with or without a cast to FP8.

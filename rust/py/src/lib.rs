@@ -46,6 +46,8 @@ mod _native {
     #[pymodule_export]
     use crate::direct::activation_groups::activation_groups;
     #[pymodule_export]
+    use crate::direct::cross_entropy::{cross_entropy_backward, cross_entropy_forward, cross_entropy_part};
+    #[pymodule_export]
     use crate::direct::dispatcher::{
         counters, cuda_driver_version, device_facts, inventory, load_kernels, record, recorded, release_memory,
         reset_counters, rows_to_pad, set_auto_pad, set_check_device, stage_clock, stage_nanoseconds,

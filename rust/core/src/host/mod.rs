@@ -11,6 +11,7 @@ pub(crate) mod cast_block;
 pub(crate) mod cast_current;
 pub(crate) mod cast_groups;
 pub(crate) mod cast_many;
+pub(crate) mod cross_entropy;
 pub(crate) mod dequantize;
 pub(crate) mod fp8;
 pub(crate) mod gemm;

@@ -12,6 +12,7 @@ pub mod cast_block;
 pub mod cast_current;
 pub mod cast_groups;
 pub mod cast_many;
+pub mod cross_entropy;
 pub mod dequantize;
 pub mod grouped_gemm;
 pub mod handover;

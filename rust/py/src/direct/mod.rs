@@ -3,6 +3,7 @@
 pub(crate) mod activation;
 pub(crate) mod activation_groups;
 pub(crate) mod call;
+pub(crate) mod cross_entropy;
 pub(crate) mod dispatcher;
 pub(crate) mod gemm;
 pub(crate) mod grouped_gemm;

@@ -1,0 +1,80 @@
+"""The loss of Transformers' language models, by te_fast's kernels."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from te_fast.losses.cross_entropy import parallel_cross_entropy
+
+#: Where Transformers' models have a loss of their own instead of their type's.
+KEY = "_loss_function"
+
+
+def has_causal_loss(model: Any) -> bool:
+    """Tell whether a module is a language model with the loss that Transformers has for its type.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Any module.
+    """
+    transformers: Any = sys.modules.get("transformers")
+    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
+        return False
+    if KEY in model.__dict__ or not hasattr(type(model), "loss_function"):
+        return False
+    theirs: Any = sys.modules.get("transformers.loss.loss_utils")
+    return theirs is not None and model.loss_function is theirs.ForCausalLMLoss
+
+
+def causal_loss(
+    logits: torch.Tensor,
+    labels: Any,
+    vocab_size: int,
+    num_items_in_batch: Any = None,
+    ignore_index: int = -100,
+    shift_labels: torch.Tensor | None = None,
+    **_: Any,
+) -> torch.Tensor:
+    """Return the mean cross entropy of each token and its next token, as Transformers' ``ForCausalLMLoss``.
+
+    Transformers makes a copy of the logits in FP32, and their gradient likewise. These kernels read the logits once for
+    the loss, and once for the gradient, in their own type.
+
+    Parameters
+    ----------
+    logits : torch.Tensor
+        ``(batch, tokens, vocabulary)``.
+    labels : torch.Tensor
+        Integers ``(batch, tokens)``; the labels of a token are those of the next one.
+    vocab_size : int
+        The vocabulary.
+    num_items_in_batch : int or torch.Tensor, optional
+        Divides the sum of the losses; by default the number of labels that are not ignored.
+    ignore_index : int, default = -100
+        Label without loss.
+    shift_labels : torch.Tensor, optional
+        Labels that have been shifted already.
+    **_
+        Other arguments, which Transformers' loss ignores, too.
+
+    Returns
+    -------
+    torch.Tensor
+        A number in FP32.
+    """
+    if shift_labels is None:
+        shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    targets = shift_labels.reshape(-1).to(logits.device)
+    losses = parallel_cross_entropy(
+        logits.reshape(-1, vocab_size), targets, ignore_idx=ignore_index
+    )
+    if num_items_in_batch is None:
+        num_items_in_batch = (targets != ignore_index).sum()
+    elif isinstance(num_items_in_batch, torch.Tensor):
+        num_items_in_batch = num_items_in_batch.to(losses.device)
+    return losses.sum() / num_items_in_batch
