@@ -265,6 +265,31 @@ def test_a_loaded_state_goes_on_where_it_was(options):
         assert torch.allclose(weight, twin, rtol=0 if exact else 2**-7, atol=0 if exact else 1e-3)
 
 
+def test_hooks_of_loading_change_and_see_states():
+    weight, other = (torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16)) for _ in range(2))
+    saved, made = FusedAdam([weight]), FusedAdam([other])
+    weight.grad = torch.ones_like(weight)
+    saved.step()
+
+    def double(optimizer, state):
+        states = {
+            number: {name: value * 2 for name, value in values.items()}
+            for number, values in state["state"].items()
+        }
+        return {**state, "state": states}
+
+    seen = []
+    made.register_load_state_dict_pre_hook(double)
+    made.register_load_state_dict_post_hook(lambda optimizer: seen.append(len(optimizer.state)))
+    for _ in range(2):
+        made.load_state_dict(saved.state_dict())
+        for name, value in saved.state[weight].items():
+            assert torch.equal(made.state[other][name], value * 2)
+    assert seen == [1, 1]
+    assert made.param_groups[0]["step"] == 1
+    assert len(made._optimizer_load_state_dict_pre_hooks) == 1
+
+
 def test_states_of_another_kind_are_refused():
     weight = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
     weight.grad = torch.ones_like(weight)

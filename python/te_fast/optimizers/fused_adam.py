@@ -421,10 +421,26 @@ class FusedAdam(torch.optim.Optimizer):
         ArgumentError
             If the state has other groups of parameters. In all cases the optimizer keeps its own state.
         """
-        found = self._checked(state_dict)
-        groups = deepcopy(state_dict["param_groups"])
-        # torch would give the states the parameters' type.
-        super().load_state_dict({"state": {}, "param_groups": groups})
+        found: list[tuple[torch.Tensor, dict[str, torch.Tensor]]] = []
+
+        def take(_: Any, given: dict[str, Any]) -> dict[str, Any]:
+            found.extend(self._checked(given))
+            return {"state": {}, "param_groups": deepcopy(given["param_groups"])}
+
+        # torch would give the states the parameters' type. It loads only the groups, after the hooks of users that
+        # change the state, and before those that see the result.
+        taking = self.register_load_state_dict_pre_hook(take)
+        keeping = self.register_load_state_dict_post_hook(
+            lambda _: self._keep_loaded(found), prepend=True
+        )
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            taking.remove()
+            keeping.remove()
+
+    def _keep_loaded(self, found: list[tuple[torch.Tensor, dict[str, torch.Tensor]]]) -> None:
+        """Keep the states of each parameter in place of all others."""
         self.state.clear()
         self._scales.clear()
         for parameter, values in found:
