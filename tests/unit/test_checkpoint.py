@@ -237,6 +237,50 @@ def test_first_layer_is_frozen(make):
     check(*nets, DelayedScaling(amax_history_len=4), input_grad=False)
 
 
+class NetOfConstants(Net):
+    """A net that begins with a layer that runs without gradients."""
+
+    def forward(self, x):
+        def function(x):
+            with torch.no_grad():
+                constant = self.layers[0](torch.ones_like(x))
+            return self.layers[2](self.block(x + constant))
+
+        return self.run(function, x) if self.checkpointed else function(x)
+
+
+WITHOUT = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+
+
+@WITHOUT
+@REENTRANT
+@pytest.mark.parametrize("make", [linear, mixed_chain], ids=lambda make: make.__name__)
+def test_the_first_layer_runs_without_gradients(make, reentrant):
+    """Another node updates the backward scales, whether or not the phases are nested."""
+    nets = NetOfConstants("all", reentrant, True, make), NetOfConstants("", make=make)
+    check(*nets, DelayedScaling(amax_history_len=4))
+
+
+@WITHOUT
+@REENTRANT
+def test_a_checkpoint_without_gradients_is_not_the_first(reentrant):
+    """Neither without gradients altogether nor without an input that needs one."""
+    recipe = DelayedScaling(amax_history_len=4)
+    for without in (torch.no_grad, torch.enable_grad):
+
+        class First(Net):
+            def forward(self, x, without=without):
+                with without():
+                    constant = self.run(self.layers[0], torch.ones_like(x)).detach()
+                return self.layers[2](x + constant)
+
+        nets = First([0], reentrant), First([])
+        nets[1].run = lambda function, x: function(x)
+        for net in nets:
+            net.layers[0].requires_grad_(False)
+        check(*nets, recipe)
+
+
 CONTEXTS = {"context_fn": get_activation_recompute_contexts, "use_reentrant": False}
 
 
@@ -370,6 +414,25 @@ def test_quantize_repeats_its_scale():
             y.sum().backward()
             state = quantize._delayed_state("forward")
             found.append((y.detach(), x.grad, state.scale.clone(), state.amax_history.clone()))
+    for plain, again in zip(found[:4], found[4:], strict=True):
+        assert all(map(torch.equal, plain, again))
+
+
+@REENTRANT
+@pytest.mark.parametrize("forward", [False, True])
+def test_quantize_of_gradients_alone_updates_its_scale(forward, reentrant):
+    found = []
+    for checkpointed in (False, True):
+        quantize = te.ops.Quantize(forward=forward, backward=True)
+        for number in range(4):
+            x = torch.randn(8, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
+            with te.autocast(enabled=True, recipe=DelayedScaling(amax_history_len=4)):
+                run = te.checkpoint if checkpointed else lambda f, *a, **_: f(*a)
+                y = run(quantize, x, use_reentrant=reentrant)
+            y.backward(torch.linspace(-1, 1, 64).view(8, 8) * 3**number)
+            state = quantize._delayed_state("backward")
+            found.append((x.grad, state.scale.clone(), state.amax_history.clone()))
+    assert found[3][1] != 1
     for plain, again in zip(found[:4], found[4:], strict=True):
         assert all(map(torch.equal, plain, again))
 

@@ -271,6 +271,14 @@ def test_dropout():
     assert torch.equal(op.eval()(x), x)
 
 
+def test_dropout_of_no_rows():
+    dropout = ops.Dropout(0.5)
+    for module in (dropout, ops.Sequential(dropout, ops.Linear(16, 16, device="cpu"))):
+        x = torch.empty(0, 16, requires_grad=True)
+        module(x).sum().backward()
+        assert x.grad.shape == (0, 16)
+
+
 def test_dropout_that_drops_nothing_runs_natively():
     torch.manual_seed(4)
     first, last = (ops.Linear(16, 16, device="cpu") for _ in range(2))

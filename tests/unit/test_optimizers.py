@@ -1,10 +1,10 @@
-"""FusedAdam and FusedSGD beside plain FP64 arithmetic, and functions over lists beside loops."""
+"""FusedAdam and FusedSGD beside plain FP64 arithmetic."""
 
 import copy
 import importlib
-import math
 import pickle
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,17 +12,12 @@ from hypothesis import strategies as st
 
 import te_fast.pytorch as te
 from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
-from te_fast.errors import ArgumentError, MissingError, ShapeError, StateError, UnsupportedError
+from te_fast.errors import ArgumentError, ShapeError, StateError, UnsupportedError
 from te_fast.optimizers import stored
 from te_fast.pytorch import optimizers
 from te_fast.pytorch.optimizers import (
     FusedAdam,
     FusedSGD,
-    multi_tensor_applier,
-    multi_tensor_l2norm,
-    multi_tensor_scale,
-    multi_tensor_scale_tensor,
-    multi_tensor_unscale_l2norm,
 )
 
 SHAPES = [(16, 32), (7,), (3, 5, 2), (1,)]
@@ -268,6 +263,31 @@ def test_a_loaded_state_goes_on_where_it_was(options):
         # FP16 and FP8 states are scaled anew when they are loaded, which rounds them again.
         exact = not {torch.float16, torch.uint8} & set(options.values())
         assert torch.allclose(weight, twin, rtol=0 if exact else 2**-7, atol=0 if exact else 1e-3)
+
+
+def test_hooks_of_loading_change_and_see_states():
+    weight, other = (torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16)) for _ in range(2))
+    saved, made = FusedAdam([weight]), FusedAdam([other])
+    weight.grad = torch.ones_like(weight)
+    saved.step()
+
+    def double(optimizer, state):
+        states = {
+            number: {name: value * 2 for name, value in values.items()}
+            for number, values in state["state"].items()
+        }
+        return {**state, "state": states}
+
+    seen = []
+    made.register_load_state_dict_pre_hook(double)
+    made.register_load_state_dict_post_hook(lambda optimizer: seen.append(len(optimizer.state)))
+    for _ in range(2):
+        made.load_state_dict(saved.state_dict())
+        for name, value in saved.state[weight].items():
+            assert torch.equal(made.state[other][name], value * 2)
+    assert seen == [1, 1]
+    assert made.param_groups[0]["step"] == 1
+    assert len(made._optimizer_load_state_dict_pre_hooks) == 1
 
 
 def test_states_of_another_kind_are_refused():
@@ -587,6 +607,43 @@ def test_adam_refuses_other_parameters_and_gradients():
         FusedAdam(parameters()).step(grad_scaler=scaler)
 
 
+@pytest.mark.parametrize("master_weights", [False, True])
+@pytest.mark.parametrize("count", [1, 3, 5])
+def test_adam_refuses_gradients_of_another_size(count, master_weights):
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    weight.decoupled_grad = torch.ones(count)
+    made = FusedAdam([weight], use_decoupled_grad=True, master_weights=master_weights)
+    with pytest.raises(ShapeError, match=rf"\[2, 2\] .* got shape \[{count}\]") as raised:
+        made.step()
+    assert isinstance(raised.value, RuntimeError)
+    assert torch.equal(weight, torch.ones(2, 2))
+    assert not any(made.state.values())
+    assert "step" not in made.param_groups[0]
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_gradients_may_be_flat(scaled):
+    flat, shaped = (torch.nn.Parameter(torch.ones(4, 6)) for _ in range(2))
+    shaped.decoupled_grad = torch.arange(24.0).reshape(4, 6)
+    flat.decoupled_grad = shaped.decoupled_grad.flatten().clone()
+    scaler = Scaler(2.0, found=False) if scaled else None
+    for weight in (flat, shaped):
+        FusedAdam([weight], use_decoupled_grad=True, capturable=scaled).step(grad_scaler=scaler)
+    assert torch.equal(flat, shaped)
+    assert torch.equal(flat.decoupled_grad, shaped.decoupled_grad.flatten())
+    assert flat.decoupled_grad[2] == (1.0 if scaled else 2.0)
+
+
+@pytest.mark.parametrize("optimizer", [FusedAdam, FusedSGD])
+def test_rates_may_be_numbers_of_numpy(optimizer):
+    weight, other = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+    weight.grad, other.grad = torch.ones(3), torch.ones(3)
+    rate = numpy.float32(0.25)
+    optimizer([weight], lr=rate).step()
+    optimizer([other], lr=0.25).step()
+    assert torch.equal(weight, other)
+
+
 @pytest.mark.parametrize("optimizer", [FusedAdam, FusedSGD])
 def test_a_refused_step_changes_nothing(optimizer):
     first, second = (torch.nn.Parameter(torch.ones(2, 2)) for _ in range(2))
@@ -674,100 +731,6 @@ def test_sgd_refuses_by_name(name):
         FusedSGD(parameters(), lr=0.1, **{name: name == "wd_after_momentum"})
     with pytest.raises(ArgumentError, match="lr"):
         FusedSGD(parameters())
-
-
-def flag():
-    return torch.zeros(1, dtype=torch.int)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_norms_of_lists(dtype):
-    tensors = [*gradients(0, dtype), torch.empty(0, dtype=dtype)]
-    each = [tensor.double().norm() for tensor in tensors if tensor.numel()]
-    total, norms = multi_tensor_applier(multi_tensor_l2norm, flag(), [tensors], True)
-    assert total.shape == (1,)
-    assert total.dtype is torch.float32
-    assert torch.allclose(norms.double(), torch.stack(each), rtol=1e-5)
-    assert torch.allclose(total.double(), torch.stack(each).norm(), rtol=1e-5)
-    total, norms = multi_tensor_applier(multi_tensor_l2norm, flag(), [tensors])
-    assert norms.shape == (0,)
-    half, _ = multi_tensor_applier(
-        multi_tensor_unscale_l2norm, flag(), [tensors], torch.tensor([-0.5])
-    )
-    assert torch.equal(half, total * 0.5)
-
-
-@pytest.mark.parametrize("scale", [1.0, 0.3])
-@pytest.mark.parametrize("by_tensor", [False, True])
-@pytest.mark.parametrize(
-    ("source", "target"),
-    [
-        (torch.float32, torch.float32),
-        (torch.float32, torch.bfloat16),
-        (torch.bfloat16, torch.float32),
-        (torch.bfloat16, torch.float16),
-    ],
-)
-def test_copies_of_lists(source, target, by_tensor, scale):
-    tensors = gradients(0, source)
-    made = [torch.empty_like(tensor, dtype=target) for tensor in tensors]
-    function = multi_tensor_scale_tensor if by_tensor else multi_tensor_scale
-    found = flag()
-    factor = torch.tensor([scale])
-    multi_tensor_applier(function, found, [tensors, made], factor if by_tensor else scale)
-    assert int(found) == 0
-    for tensor, got in zip(tensors, made, strict=True):
-        assert torch.equal(got, (tensor.float() * factor).to(target))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("by_tensor", [False, True])
-def test_factors_are_not_rounded_to_the_tensors_type(dtype, in_place, by_tensor):
-    function = multi_tensor_scale_tensor if by_tensor else multi_tensor_scale
-    sources = [torch.linspace(2.0**-14, 2.0**-10, 64).to(dtype), torch.tensor(3.0, dtype=dtype)]
-    for factor in (0.3, 1e5):
-        given = [source.clone() for source in sources]
-        targets = given if in_place else [torch.empty_like(source) for source in sources]
-        number = torch.tensor([factor])
-        function(1, flag(), [given, targets], number if by_tensor else factor)
-        for source, target in zip(sources, targets, strict=True):
-            assert torch.equal(target, (source.float() * number).to(dtype).reshape(source.shape))
-
-
-@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("function", [multi_tensor_scale, multi_tensor_scale_tensor])
-def test_copies_in_place_note_what_is_not_finite(function, value):
-    tensors = gradients(1)
-    wanted = [tensor * 0.25 for tensor in tensors]
-    found = flag()
-    factor = torch.tensor([0.25]) if function is multi_tensor_scale_tensor else 0.25
-    multi_tensor_applier(function, found, [tensors, tensors], factor)
-    assert int(found) == 0
-    assert all(torch.equal(a, b) for a, b in zip(tensors, wanted, strict=True))
-    tensors[2].view(-1)[3] = value
-    multi_tensor_applier(function, found, [tensors, tensors], factor)
-    assert int(found) == 1
-
-
-def test_lists_that_do_not_fit():
-    with pytest.raises(ShapeError, match="equally long") as raised:
-        multi_tensor_applier(multi_tensor_scale, flag(), [[torch.ones(1)], []], 1.0)
-    assert isinstance(raised.value, RuntimeError)  # Transformer Engine's
-    for factor in (1.0, 2.0):
-        with pytest.raises(ShapeError, match=r"\[\[1, 2\]\] and \[\[2, 2\]\]"):
-            multi_tensor_scale(0, flag(), [[torch.ones(1, 2)], [torch.ones(2, 2)]], factor)
-        multi_tensor_scale(0, flag(), [[], []], factor)
-    norm, norms = multi_tensor_l2norm(0, flag(), [[]], True)
-    assert norm.tolist() == [0.0]
-    assert norms.tolist() == []
-    assert multi_tensor_applier(multi_tensor_l2norm, flag(), [[]]) is None
-    with pytest.raises(ShapeError, match="multi_tensor_l2norm: expected a list of one list"):
-        multi_tensor_l2norm(0, flag(), None)
-    with pytest.raises(ShapeError, match="two lists"):
-        multi_tensor_scale(1, flag(), [[torch.ones(1)]], 1.0)
-    with pytest.raises(MissingError, match="multi_tensor_adam_fp8"):
-        te.optimizers.multi_tensor_adam_fp8  # noqa: B018
 
 
 def test_modules_of_optimizers_have_the_same_classes():

@@ -526,6 +526,21 @@ def test_steps_of_strided_lists(strided):
         assert torch.equal(one, two)
 
 
+@pytest.mark.parametrize("flat", range(5))
+def test_steps_of_lists_of_other_shapes(flat):
+    plain = [[random(5, 7, seed=seed).abs()] for seed in range(5)]
+    lists = [[one.clone() for one in each] for each in plain]
+    lists[flat] = [lists[flat][0].reshape(-1)]
+    one, step = torch.ones(1), torch.ones(1, dtype=torch.int)
+    for each in (plain, lists):
+        tex.multi_tensor_adam(1, FLAG, each, 0.1, 0.9, 0.9, 1e-8, 1, 1, 1, 0.0)
+        numbers = one, 0.9, 0.9, 1e-8, step, 1, 1, 0.0, one
+        tex.multi_tensor_adam_capturable_master(1, FLAG, each, *numbers)
+        tex.multi_tensor_sgd(1, FLAG, each[:4], 0.1, 0.9, 0.0, 0.3, False, False, False, 1.0)
+    for one, two in zip(chain(*lists), chain(*plain), strict=True):
+        assert torch.equal(one, two.reshape(one.shape))
+
+
 @pytest.mark.parametrize("pow2", [False, True])
 def test_scales_of_maxima(pow2):
     maxima = [torch.tensor([0.0, 3.0, torch.inf, torch.nan]), torch.tensor([1e-3, 1e-42])]
@@ -552,6 +567,16 @@ def test_errors_of_lists():
         tex.multi_tensor_adam(1, FLAG, [x] * 4, 0.1, 0.9, 0.9, 1e-8, 1, 2, 1, 0.0)
     with pytest.raises(RuntimeError, match=r"\[1, 0, 1\]"):
         tex.multi_tensor_sgd(1, FLAG, [x, [], x], 0.1, 0.9, 0.0, 0.3, False, False, False, 1.0)
+    y = [torch.ones(1)]
+    with pytest.raises(RuntimeError, match=r"as many elements, got shapes \[\[1\], \[2\]"):
+        tex.multi_tensor_adam(1, FLAG, [y, x, x, x], 0.1, 0.9, 0.9, 1e-8, 1, 1, 1, 0.0)
+    with pytest.raises(RuntimeError, match=r"as many elements, got shapes \[\[2\], \[2\], \[1\]"):
+        tex.multi_tensor_sgd(1, FLAG, [x, x, y], 0.1, 0.9, 0.0, 0.3, False, False, False, 1.0)
+    with pytest.raises(tex.errors.ExtensionError, match="noop_flag must be a torch.Tensor"):
+        tex.multi_tensor_sgd(1, None, [x] * 3, 0.1, 0.9, 0.0, 0.3, False, False, False, 1.0)
+    numbers = 0.1, 0.9, 0.9, 1e-8, FLAG, 1, 1, 0.0, torch.ones(1)
+    with pytest.raises(tex.errors.ExtensionError, match="lr must be a torch.Tensor"):
+        tex.multi_tensor_adam_capturable(1, FLAG, [x] * 4, *numbers)
     with pytest.raises(tex.errors.ExtensionError, match="must be a list of lists of tensors"):
         tex.multi_tensor_adam(1, FLAG, x[0], 0.1, 0.9, 0.9, 1e-8, 1, 1, 1, 0.0)
     tex.multi_tensor_adam(1, FLAG, [[]] * 4, 0.1, 0.9, 0.9, 1e-8, 1, 1, 1, 0.0)

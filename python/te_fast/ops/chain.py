@@ -216,7 +216,10 @@ class Call:
                 op.pre_fuser_forward(requires_grad=index >= self.first)
             if self.first < len(plan.ops):
                 self._take_scale_update()
-                return _apply_function(x, self, *parameters, *extra_inputs)
+                outputs = _apply_function(x, self, *parameters, *extra_inputs)
+                # A Quantize of a recomputation has got this from its first run.
+                self._take_scale_update()
+                return outputs
             if torch.is_grad_enabled():
                 with torch.no_grad():
                     outputs, _ = self.forward(x)
@@ -248,7 +251,7 @@ class Call:
         The native segments leave the update to the group, whose Python operations may quantise after them.
         """
         is_delayed = self.recipe is not None and self.recipe.delayed()
-        if is_delayed and self.plan.quantizes_backward:
+        if is_delayed and self.plan.quantizes_backward and not self.updates_scales:
             self.updates_scales = native.autocast_take_first()
 
     # Forward --------------------------------------------------------------------------------------

@@ -10,7 +10,13 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
-from te_fast.errors import ArgumentError, StateDtypeError, StateError, UnsupportedError
+from te_fast.errors import (
+    ArgumentError,
+    ListsError,
+    StateDtypeError,
+    StateError,
+    UnsupportedError,
+)
 from te_fast.optimizers import stored
 from te_fast.optimizers.layouts import laid_out_as, without_gaps
 from te_fast.optimizers.multi_tensor import local_part as _local
@@ -415,10 +421,26 @@ class FusedAdam(torch.optim.Optimizer):
         ArgumentError
             If the state has other groups of parameters. In all cases the optimizer keeps its own state.
         """
-        found = self._checked(state_dict)
-        groups = deepcopy(state_dict["param_groups"])
-        # torch would give the states the parameters' type.
-        super().load_state_dict({"state": {}, "param_groups": groups})
+        found: list[tuple[torch.Tensor, dict[str, torch.Tensor]]] = []
+
+        def take(_: Any, given: dict[str, Any]) -> dict[str, Any]:
+            found.extend(self._checked(given))
+            return {"state": {}, "param_groups": deepcopy(given["param_groups"])}
+
+        # torch would give the states the parameters' type. It loads only the groups, after the hooks of users that
+        # change the state, and before those that see the result.
+        taking = self.register_load_state_dict_pre_hook(take)
+        keeping = self.register_load_state_dict_post_hook(
+            lambda _: self._keep_loaded(found), prepend=True
+        )
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            taking.remove()
+            keeping.remove()
+
+    def _keep_loaded(self, found: list[tuple[torch.Tensor, dict[str, torch.Tensor]]]) -> None:
+        """Keep the states of each parameter in place of all others."""
         self.state.clear()
         self._scales.clear()
         for parameter, values in found:
@@ -484,6 +506,8 @@ class FusedAdam(torch.optim.Optimizer):
         ------
         StateError
             For quantised parameters without master weights.
+        ListsError
+            For a gradient that has not as many elements as its parameter.
         UnsupportedError
             For sparse gradients, parameters of other types, and quantised parameters with `capturable`. In all cases
             no parameter and no state has changed.
@@ -511,6 +535,7 @@ class FusedAdam(torch.optim.Optimizer):
             grad = self._gradient(parameter)
             if grad is not None and grad.numel() > 0:
                 self._check_parameter(_local(parameter))
+                _check_size(_local(parameter), _local(grad))
                 pairs.append((parameter, grad))
         return pairs
 
@@ -602,7 +627,10 @@ class FusedAdam(torch.optim.Optimizer):
             # too.
             copied = [update for update in updates if update.grad is not update.given_grad]
             if copied:
-                torch._foreach_copy_([u.given_grad for u in copied], [u.grad for u in copied])
+                torch._foreach_copy_(
+                    [update.given_grad for update in copied],
+                    [update.grad.reshape(update.given_grad.shape) for update in copied],
+                )
         # One launch for all tensors of a type, if torch has such a function.
         targets = [update.local for update in updates if update.is_rounded]
         if targets:
@@ -651,6 +679,16 @@ class _Update:
             stored.write(_local(state[_MASTER]), optimizer._scale(parameter, _MASTER), self.main)
         if self._quantized:
             self.local.quantize_(self.main)
+
+
+def _check_size(local: torch.Tensor, grad: torch.Tensor) -> None:
+    """Refuse a gradient of another size: the kernel would read beyond its memory."""
+    if grad.numel() != local.numel():
+        message = (
+            f"FusedAdam: a parameter of shape {list(local.shape)} must have a gradient of as many elements, got shape "
+            f"{list(grad.shape)}"
+        )
+        raise ListsError(message)
 
 
 def _sharded_like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:

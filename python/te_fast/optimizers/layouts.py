@@ -16,15 +16,17 @@ def without_gaps(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def laid_out_as(tensor: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
-    """Return a tensor itself if its strides are those of a tensor of its shape and type, and else a copy with these.
+    """Return a tensor itself if its shape and strides are another one's, and else a view or a copy with these.
 
     Parameters
     ----------
     tensor : torch.Tensor
         The tensor.
     model : torch.Tensor
-        The other one, without gaps.
+        The other one, without gaps, of as many elements.
     """
+    if tensor.shape != model.shape:
+        tensor = tensor.reshape(model.shape)
     if tensor.stride() == model.stride():
         return tensor
     return torch.empty_like(model).copy_(tensor)

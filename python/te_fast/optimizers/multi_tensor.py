@@ -12,8 +12,10 @@ from typing import Any
 import torch
 
 from te_fast.errors import ListsError
+from te_fast.runtime.arguments import check_numbers, check_tensors
 
 Lists = Sequence[list[torch.Tensor]]
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def local_part(tensor: Any) -> torch.Tensor:
@@ -32,9 +34,14 @@ def are_lists(tensor_lists: Any) -> bool:
     )
 
 
-def _check_one(name: str, tensor_lists: Any) -> None:
+def _check_one(name: str, tensor_lists: Any, **tensors: Any) -> None:
     if not are_lists(tensor_lists) or len(tensor_lists) == 0:
         message = f"{name}: expected a list of one list of tensors"
+        raise ListsError(message)
+    check_tensors(name, **tensors)
+    others = [tensor.dtype for tensor in tensor_lists[0] if tensor.dtype not in _FLOATS]
+    if others:
+        message = f"{name}: tensors must be FP32, FP16 or BF16, got {others[0]}"
         raise ListsError(message)
 
 
@@ -162,7 +169,7 @@ def multi_tensor_l2norm(
     >>> multi_tensor_l2norm(0, flag, [[torch.ones(9), torch.ones(16)]], per_tensor_python=True)
     (tensor([5.]), tensor([3., 4.]))
     """
-    _check_one("multi_tensor_l2norm", tensor_lists)
+    _check_one("multi_tensor_l2norm", tensor_lists, noop_flag=noop_flag)
     return _norms(tensor_lists[0], bool(per_tensor_python), noop_flag.device)
 
 
@@ -207,7 +214,8 @@ def multi_tensor_unscale_l2norm(
     >>> norm
     tensor([1.5000])
     """
-    _check_one("multi_tensor_unscale_l2norm", tensor_lists)
+    tensors = {"noop_flag": noop_flag, "inv_scale": inv_scale}
+    _check_one("multi_tensor_unscale_l2norm", tensor_lists, **tensors)
     total, norms = _norms(tensor_lists[0], bool(per_tensor_python), noop_flag.device)
     factor = inv_scale.float().reshape(()).abs()
     return total * factor, norms * factor
@@ -215,6 +223,7 @@ def multi_tensor_unscale_l2norm(
 
 def _note_infinite(noop_flag: torch.Tensor, tensors: list[torch.Tensor]) -> None:
     """Set the flag to 1 if an element is infinite or not a number."""
+    tensors = [tensor for tensor in tensors if tensor.numel()]  # others have no maximum
     if not tensors:
         return
     largest = torch.stack(list(torch._foreach_norm(tensors, torch.inf, dtype=torch.float32)))
@@ -242,7 +251,8 @@ def _copy_times(tensor_lists: Lists, scale: float | torch.Tensor) -> None:
         torch.mul(torch.atleast_1d(source), factor, out=torch.atleast_1d(target))
 
 
-def _check_pair(name: str, tensor_lists: Lists) -> None:
+def _check_pair(name: str, tensor_lists: Lists, **tensors: Any) -> None:
+    check_tensors(name, **tensors)
     if not are_lists(tensor_lists) or len(tensor_lists) != 2:
         got = len(tensor_lists) if are_lists(tensor_lists) else "no lists of tensors"
         message = f"{name}: expected two lists, from and to, got {got}"
@@ -292,7 +302,8 @@ def multi_tensor_scale(
     >>> target, flag
     (tensor([0.5000, 0.5000]), tensor([0], dtype=torch.int32))
     """
-    _check_pair("multi_tensor_scale", tensor_lists)
+    _check_pair("multi_tensor_scale", tensor_lists, noop_flag=noop_flag)
+    check_numbers("multi_tensor_scale", scale=scale)
     _note_infinite(noop_flag, tensor_lists[0])
     if scale == 1.0 and tensor_lists[0]:
         torch._foreach_copy_(tensor_lists[1], tensor_lists[0])
@@ -333,6 +344,7 @@ def multi_tensor_scale_tensor(
     >>> target
     tensor([0.5000, 0.5000])
     """
-    _check_pair("multi_tensor_scale_tensor", tensor_lists)
+    tensors = {"is_infinite": is_infinite, "scale": scale}
+    _check_pair("multi_tensor_scale_tensor", tensor_lists, **tensors)
     _note_infinite(is_infinite, tensor_lists[0])
     _copy_times(tensor_lists, scale.reshape(()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ def check_not_negative(optimizer: str, **numbers: Any) -> None:
     for name, number in numbers.items():
         if isinstance(number, torch.Tensor):
             continue
-        if not isinstance(number, int | float) or not number >= 0.0:
+        if not isinstance(number, Real) or not float(number) >= 0.0:
             message = f"{optimizer}: {name} must be a number that is not negative, got {number!r}"
             raise ArgumentError(message)
 
@@ -34,7 +35,7 @@ def check_betas(optimizer: str, betas: Any) -> None:
         Naming the optimizer.
     """
     is_pair = isinstance(betas, tuple | list) and len(betas) == 2
-    if is_pair and all(isinstance(beta, int | float) and 0.0 <= beta < 1.0 for beta in betas):
+    if is_pair and all(isinstance(beta, Real) and 0.0 <= float(beta) < 1.0 for beta in betas):
         return
     message = f"{optimizer}: betas must be two numbers from 0 to below 1, got {betas!r}"
     raise ArgumentError(message)

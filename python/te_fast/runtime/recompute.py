@@ -178,7 +178,7 @@ def get_activation_recompute_contexts() -> tuple[
     >>> x.grad.shape
     torch.Size([16, 32])
     """
-    tape = scale_tape.Tape()
+    tape = scale_tape.Tape(updates=False)  # the first phase has gradients
     return (
         activation_recompute_forward(True, False, _tape=tape),
         activation_recompute_forward(True, True, _tape=tape),
@@ -230,12 +230,30 @@ def _can_be_noted(state: Any) -> bool:
 
 
 class _Checkpointed:
-    """A checkpointed function: notes scales in its first call, and repeats it with them later."""
+    """A checkpointed function: notes scales in its first call, and repeats it with them later.
+
+    Parameters
+    ----------
+    function : Callable
+        The function.
+    kwargs : dict
+        Its keyword arguments.
+    tracker : Callable, optional
+        Returns the tracker of random numbers.
+    updates : bool
+        As of :class:`te_fast.runtime.scale_tape.Tape`.
+    """
 
     def __init__(
-        self, function: Callable[..., Any], kwargs: dict[str, Any], tracker: Any | None
+        self,
+        function: Callable[..., Any],
+        kwargs: dict[str, Any],
+        tracker: Any | None,
+        *,
+        updates: bool,
     ) -> None:
         self._function = function
+        self._updates = updates
         self._kwargs = kwargs
         self._tracker = tracker
         self._first: scale_tape.Recording | None = None
@@ -243,7 +261,7 @@ class _Checkpointed:
 
     def __call__(self, *args: Any) -> Any:
         if self._first is None:
-            self._first = scale_tape.Recording()
+            self._first = scale_tape.Recording(updates=self._updates)
             if self._tracker is not None:
                 self._rng_states = _RandomStates(self._tracker())
             with activation_recompute_forward(True, False, _tape=self._first.tape):
@@ -463,7 +481,10 @@ def checkpoint(
         message = f"checkpoint: function must be callable, got {type(function).__name__}"
         raise DtypeError(message)
     check_functions("checkpoint", get_rng_state_tracker=get_rng_state_tracker)
-    run = _Checkpointed(function, kwargs, get_rng_state_tracker)
+    # torch's reentrant node has a backward only then, and runs the function without gradients before.
+    has_node = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
+    updates = use_reentrant and has_node and torch.is_grad_enabled()
+    run = _Checkpointed(function, kwargs, get_rng_state_tracker, updates=updates)
     if distribute_saved_activations:
         with _distributed(args[0] if args else None, tp_group):
             return torch_checkpoint(run, *args, use_reentrant=True, **options)

@@ -22,9 +22,17 @@ Note = tuple[torch.Tensor, int, bool]
 
 
 class Tape:
-    """The notes of the linear ops in one first phase, for each op in the order of its calls."""
+    """The notes of the linear ops in one first phase, for each op in the order of its calls.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    updates : bool, default = True
+        Whether the nodes that update the gradients' scales are those of the second phase: the first phase runs without
+        gradients, to be repeated with them.
+    """
+
+    def __init__(self, *, updates: bool = True) -> None:
+        self.updates = updates
         # By identity, with the op's handle, which keeps the id from being reused.
         self._notes: dict[int, tuple[Any, deque[Note]]] = {}
 
@@ -55,7 +63,7 @@ class Tape:
 
     def copy(self) -> Tape:
         """Return a copy to read from, so that this tape can be read once more."""
-        other = Tape()
+        other = Tape(updates=self.updates)
         other._notes = {key: (handle, notes.copy()) for key, (handle, notes) in self._notes.items()}
         return other
 
@@ -106,10 +114,16 @@ def recorded_region(state: tuple[Any, ...]) -> Iterator[None]:
 
 
 class Recording:
-    """The autocast region of a forward and a tape of its scales, for the forward that repeats it."""
+    """The autocast region of a forward and a tape of its scales, for the forward that repeats it.
 
-    def __init__(self) -> None:
-        self.tape = Tape()
+    Parameters
+    ----------
+    updates : bool, default = True
+        As of :class:`Tape`.
+    """
+
+    def __init__(self, *, updates: bool = True) -> None:
+        self.tape = Tape(updates=updates)
         self._region = FP8GlobalStateManager.get_autocast_state()
         #: Whether no region was in force, so that the forward and its repetition use the layers' last region.
         self._is_repeated = is_repeating()
@@ -149,16 +163,19 @@ def scales(
         return None
     read = next((tape for tape, reads in reversed(phases) if reads), None)
     if read is None:
-        # With gradients, the first phase's own node updates the backward scales.
-        first = not grads and native.autocast_take_first()
-        note = delayed.scale_of(slots).clone(), generation, first
+        scale, made, first = delayed.scale_of(slots).clone(), generation, False
         layer = layers.get(slots)
         if layer is not None and layer.training:
             place_in_recompute_buffer(layer.fp8_meta)
     else:
-        note = read.take(handle)
-        if grads and note[2]:
-            native.autocast_set_first(True)
+        scale, made, first = read.take(handle)
+    if not grads and any(tape.updates for tape, reads in phases if not reads):
+        # A node of the second phase updates the backward scales.
+        first = native.autocast_take_first() or first
+    elif first:
+        # This op's node does so now; the next op's if this one has no gradients.
+        native.autocast_set_first(True)
+    note = scale, made, first
     for tape, reads in phases:
         if not reads:
             tape.push(handle, note)

@@ -21,7 +21,7 @@ from te_fast.optimizers.multi_tensor import (
     multi_tensor_unscale_l2norm,
 )
 from te_fast.tensor.masters import scales_of
-from te_fast.tex.errors import ExtensionError
+from te_fast.tex.errors import ExtensionError, check_tensors
 
 __all__ = [
     "multi_tensor_adam",
@@ -47,6 +47,14 @@ def _check_lists(op: str, tensor_lists: Lists, *counts: int) -> None:
         expected = " or ".join(map(str, counts))
         message = f"{op}: expected {expected} lists of one length, got lengths {lengths}"
         raise ExtensionError(message)
+    # torch's kernels would read beyond the memory of a tensor that is smaller than the first of its row.
+    for row in zip(*tensor_lists, strict=True):
+        if len({tensor.numel() for tensor in row}) != 1:
+            message = (
+                f"{op}: tensors at one place of all lists must have as many elements, got shapes "
+                f"{[list(tensor.shape) for tensor in row]}"
+            )
+            raise ExtensionError(message)
 
 
 class _Working:
@@ -65,7 +73,7 @@ class _Working:
     def keep(self) -> None:
         """Write the results into tensors of other types and layouts."""
         pairs = [
-            (target, result)
+            (target, result.reshape(target.shape))
             for each in zip(self._written, self.lists, strict=True)
             for target, result in zip(*each, strict=True)
             if target is not result
@@ -110,10 +118,11 @@ def _adam(
     )
     work.keep()
     if mains is not params:
+        rounded = [main.reshape(p.shape) for main, p in zip(work.lists[0], params, strict=True)]
         if skip is None:
-            torch._foreach_copy_(params, work.lists[0])
+            torch._foreach_copy_(params, rounded)
         else:
-            for param, main in zip(params, work.lists[0], strict=True):
+            for param, main in zip(params, rounded, strict=True):
                 param.copy_(torch.where(skip == 1, param, main.to(param.dtype)))
 
 
@@ -236,6 +245,7 @@ def multi_tensor_adam_capturable(
     op = "multi_tensor_adam_capturable"
     _check_lists(op, tensor_lists, 4)
     _check_mode(op, mode)
+    check_tensors(op, noop_flag=noop_flag, lr=lr, step=step, inv_scale=inv_scale)
     rates = lr.reshape(()), beta1, beta2, epsilon, weight_decay
     _capturable(noop_flag, tensor_lists, rates, step, mode, bias_correction, inv_scale)
 
@@ -286,6 +296,7 @@ def multi_tensor_adam_capturable_master(
     op = "multi_tensor_adam_capturable_master"
     _check_lists(op, tensor_lists, 5)
     _check_mode(op, mode)
+    check_tensors(op, noop_flag=noop_flag, lr=lr, step=step, inv_scale=inv_scale)
     rates = lr.reshape(()), beta1, beta2, epsilon, weight_decay
     _capturable(noop_flag, tensor_lists, rates, step, mode, bias_correction, inv_scale)
 
@@ -365,6 +376,7 @@ def multi_tensor_sgd(
     tensor([0.5000, 0.5000])
     """
     _check_lists("multi_tensor_sgd", tensor_lists, 3, 4)
+    check_tensors("multi_tensor_sgd", noop_flag=noop_flag)
     if wd_after_momentum and wd:
         message = "multi_tensor_sgd: wd_after_momentum=True is not supported; decay weights before"
         raise UnsupportedError(message)
@@ -392,7 +404,8 @@ def multi_tensor_sgd(
     work.keep()
     if len(tensor_lists) == 4:
         for copied, param in zip(tensor_lists[3], work.lists[0], strict=True):
-            copied.copy_(torch.where(skip == 1, copied, param.to(copied.dtype)))
+            rounded = param.reshape(copied.shape).to(copied.dtype)
+            copied.copy_(torch.where(skip == 1, copied, rounded))
 
 
 @torch.no_grad()

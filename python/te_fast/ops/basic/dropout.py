@@ -54,8 +54,12 @@ class Dropout(BasicOperation):
     def _torch_function(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
         return self._drop if type(self) is Dropout else None
 
+    def _drops(self, x: torch.Tensor) -> bool:
+        # torch.native_dropout returns an empty input itself, and torch refuses a leaf as a result.
+        return self.training and self.dropout_probability != 0.0 and x.numel() != 0
+
     def _drop(self, input_: torch.Tensor) -> torch.Tensor:
-        if not self.training or self.dropout_probability == 0.0:
+        if not self._drops(input_):
             return input_
         self._check_type(input_)
         return torch.native_dropout(input_, self.dropout_probability, True)[0]
@@ -66,7 +70,7 @@ class Dropout(BasicOperation):
 
     def op_forward(self, ctx: OperationContext, input_: torch.Tensor, **_: Any) -> torch.Tensor:
         """Draw the mask, one byte per entry, and keep it."""
-        if not self.training or self.dropout_probability == 0.0:
+        if not self._drops(input_):
             return input_
         self._check_type(input_)
         y, mask = torch.native_dropout(input_, self.dropout_probability, True)

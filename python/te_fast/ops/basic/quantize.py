@@ -95,7 +95,15 @@ class Quantize(BasicOperation):
         self._device = input_.device
         self.reset_recipe_state(recipe=recipe)
         self._take_part()
-        return self._quantized(input_, recipe, "forward") if forward else input_
+        former = self._noted(recipe, (forward, backward), grads=ctx.requires_grad)
+        return self._quantized(input_, recipe, "forward", former) if forward else input_
+
+    def _noted(self, recipe: Recipe, wanted: tuple[bool, bool], *, grads: bool) -> Any:
+        """Note the scale in activation recomputation; return that of the first run in the second one."""
+        if not recipe.delayed() or not any(wanted) or not scale_tape.is_in_phase():
+            return None
+        state = self._delayed_state("forward" if wanted[0] else "backward")
+        return None if state is None else scale_tape.scales(self, state.slots.id, 0, grads)
 
     def _traced(self, ctx: OperationContext, x: torch.Tensor) -> torch.Tensor:
         """Return the input of a call that quantises nothing.
@@ -126,7 +134,11 @@ class Quantize(BasicOperation):
         return self._quantized(grad_output, recipe, "backward"), ()
 
     def _quantized(
-        self, x: torch.Tensor, recipe: Recipe, mode: Literal["forward", "backward"]
+        self,
+        x: torch.Tensor,
+        recipe: Recipe,
+        mode: Literal["forward", "backward"],
+        former: tuple[torch.Tensor, int] | None = None,
     ) -> Any:
         if x.numel() == 0 or is_quantized(x):
             return x
@@ -134,9 +146,6 @@ class Quantize(BasicOperation):
         layouts: dict[str, Any] = {"rowwise": True, "columnwise": True}
         quantizer = quantizer_of(recipe, "input" if is_forward else "grad", state, 0, **layouts)
         if state is not None:
-            former = None
-            if is_forward and scale_tape.is_in_phase():
-                former = scale_tape.scales(self, state.slots.id, 0, grads=True)
             if former is None:
                 state.slots.mark_ran()
             else:  # a recomputation, whose maximum is recorded
