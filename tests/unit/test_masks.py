@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+import te_fast.pytorch as te
 from selection import every_pair, sampled
-from te_fast.errors import ShapeError
+from te_fast.errors import DtypeError, ShapeError
 from te_fast.pytorch.attention.dot_product_attention import utils
 from te_fast.pytorch.constants import AttnMaskTypes, QKVLayouts
 
@@ -177,3 +178,22 @@ def test_strided_heads_are_copied():
     copied = utils.maybe_contiguous(x[:, ::2])
     assert copied.is_contiguous()
     assert torch.equal(copied, x[:, ::2])
+
+
+@pytest.mark.parametrize("window", [{}, {1, 2}, {0: 1, 1: 0}, "10", (1.5, 0), ([], 0), 3])
+def test_windows_that_are_not_two_integers(window):
+    heads = [torch.zeros(4, 1, 2, 8)] * 3
+    with pytest.raises(DtypeError, match="window_size must be two integers"):
+        te.DotProductAttention(2, 8, window_size=window)
+    with pytest.raises(DtypeError, match="window_size must be two integers"):
+        te.DotProductAttention(2, 8)(*heads, window_size=window)
+    with pytest.raises(DtypeError, match="window_size must be two integers"):
+        te.MultiheadAttention(16, 2, window_size=window, device="cpu")
+
+
+@pytest.mark.parametrize(
+    "given", [{"attn_mask_type": ["causal"]}, {"bottom_right_diagonal": {}}], ids=str
+)
+def test_arguments_of_a_call_that_are_no_keys(given):
+    with pytest.raises((ShapeError, DtypeError), match=next(iter(given))):
+        te.DotProductAttention(2, 8)(*[torch.zeros(4, 1, 2, 8)] * 3, **given)

@@ -22,6 +22,7 @@ from te_fast.layers.parameters import check_sizes, refuse_userbuffers
 from te_fast.ops.basic.l2normalization import L2Normalization
 from te_fast.parallel.checkpoint import Share
 from te_fast.parallel.ranks import check_group, divided, reduced_sharing, size_of_group
+from te_fast.runtime.arguments import check_layer_name
 from te_fast.runtime.module_hooks import are_called_plainly
 
 Rotation = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
@@ -271,6 +272,7 @@ class MultiheadAttention(CompositeModule):
         softmax_type: str = "vanilla",
     ) -> None:
         super().__init__()
+        check_layer_name(self, name)
         self.name = name
         shown = self._shown = type(self).__name__ if name is None else name
         refuse_userbuffers(shown, locals())

@@ -440,13 +440,17 @@ _WHOLE = ContextShare()
 
 def share_of(cp_size: int, cp_rank: int, op: str = _OP) -> ContextShare:
     """Return which tokens of each sequence a rank of context parallelism has."""
+    if type(cp_size) is not int:
+        check_sizes(op, cp_size=cp_size)
     if cp_size == 1:
         return _WHOLE
+    check_numbers(op, cp_rank=cp_rank)
     if not 0 <= cp_rank < cp_size:
         message = (
             f"{op}: cp_rank must be from 0 to cp_size - 1, got cp_rank={cp_rank}, cp_size={cp_size}"
         )
         raise ArgumentError(message)
+    check_sizes(op, cp_rank=cp_rank)
     return ContextShare(cp_size, cp_rank)
 
 
