@@ -10,7 +10,7 @@ from te_fast.attention.rope import apply_rotary_pos_emb, rotate, share_of, waves
 from te_fast.tex.enums import NVTE_QKV_Format
 from te_fast.tex.errors import ExtensionError, check_tensors
 
-_FORMATS = {
+_FORMATS: dict[int, str] = {
     NVTE_QKV_Format.NVTE_SBHD: "sbhd",
     NVTE_QKV_Format.NVTE_BSHD: "bshd",
     NVTE_QKV_Format.NVTE_THD: "thd",
@@ -20,7 +20,7 @@ _FORMATS = {
 def _format_of(op: str, qkv_format: Any) -> str:
     name = _FORMATS.get(qkv_format) if isinstance(qkv_format, int) else None
     if name is None:
-        known = ", ".join(member.name for member in _FORMATS)
+        known = ", ".join(NVTE_QKV_Format(member).name for member in _FORMATS)
         message = f"{op}: qkv_format must be one of {known}, got {qkv_format!r}"
         raise ExtensionError(message)
     return name
