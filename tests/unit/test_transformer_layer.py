@@ -558,6 +558,8 @@ def test_capped_scores(kind):
         ({"drop_path_rate": -1.0}, ArgumentError),
         ({"layer_number": "a"}, DtypeError),
         ({"name": 3}, DtypeError),
+        ({"kv_channels": object()}, DtypeError),
+        ({"qk_norm_type": ["RMSNorm"]}, ShapeError),
     ],
 )
 def test_options_that_no_layer_has(given, error):

@@ -355,6 +355,7 @@ class MultiheadAttention(CompositeModule):
         self.rotary_pos_interleaved = bool(given["rotary_pos_interleaved"])
         self.qk_norm_before_rope: bool = given["qk_norm_before_rope"]
         channels: int = given["kv_channels"] or given["hidden_size"] // heads
+        check_sizes(self._shown, kv_channels=channels)
         self.hidden_size_per_attention_head = channels
         self.hidden_size_q, self.hidden_size_kv = channels * heads, channels * self.num_gqa_groups
         self._heads = Heads(
@@ -411,7 +412,7 @@ class MultiheadAttention(CompositeModule):
         if kind == "L2Normalization":
             self.q_norm = self.k_norm = L2Normalization(eps=eps)
             return
-        if kind not in kinds:
+        if not isinstance(kind, str) or kind not in kinds:
             known = ", ".join(("L2Normalization", *kinds))
             message = f"{self._shown}: qk_norm_type must be None or one of {known}, got {kind!r}"
             raise ShapeError(message)
