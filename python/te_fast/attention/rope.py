@@ -768,7 +768,7 @@ def apply_fused_qkv_rotary_pos_emb(
     share = share_of(cp_size, cp_rank, "apply_fused_qkv_rotary_pos_emb")
     check_tensors("apply_fused_qkv_rotary_pos_emb", qkv=qkv, q_freqs=q_freqs, k_freqs=k_freqs)
     is_list = isinstance(qkv_split_arg_list, list | tuple)
-    sizes = list(qkv_split_arg_list) if is_list else [qkv_split_arg_list]
+    sizes: list[Any] = list(qkv_split_arg_list) if is_list else [qkv_split_arg_list]
     for size in sizes:
         check_sizes("apply_fused_qkv_rotary_pos_emb", qkv_split_arg_list=size)
     if (
