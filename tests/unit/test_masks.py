@@ -197,3 +197,22 @@ def test_windows_that_are_not_two_integers(window):
 def test_arguments_of_a_call_that_are_no_keys(given):
     with pytest.raises((ShapeError, DtypeError), match=next(iter(given))):
         te.DotProductAttention(2, 8)(*[torch.zeros(4, 1, 2, 8)] * 3, **given)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "match"),
+    [
+        ("get_cu_seqlens", (None,), "mask must be a torch.Tensor"),
+        ("get_cu_seqlens", (torch.ones(4),), "mask must be"),
+        ("get_cu_seqlens_and_indices", ([True],), "mask must be a torch.Tensor"),
+        ("get_indices", (None, ends_of([2])), "max_seqlen must be an integer"),
+        ("get_indices", (2, [0, 2]), "cu_seqlens must be a torch.Tensor"),
+        ("get_full_cu_seqlens", (None, 2, "cpu"), "batch_size must be an integer"),
+        ("get_full_mask", (4, None), "max_seqlen_kv must be an integer"),
+        ("get_full_mask", (-1, 4), "max_seqlen_q must not be negative"),
+        ("get_full_mask", (4, 4, "causal", None, (1, 2, 3)), "window_size must be two integers"),
+    ],
+)
+def test_arguments_of_functions_that_fit_none(name, arguments, match):
+    with pytest.raises((ShapeError, DtypeError), match=match):
+        getattr(utils, name)(*arguments)
