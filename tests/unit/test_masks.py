@@ -8,6 +8,7 @@ from selection import every_pair, sampled
 from te_fast.errors import DtypeError, ShapeError
 from te_fast.pytorch.attention.dot_product_attention import utils
 from te_fast.pytorch.constants import AttnMaskTypes, QKVLayouts
+from te_fast.runtime.compiling import CAN_COMPILE
 
 LENGTHS = [[3, 0, 5], [1], [4, 4]]
 
@@ -216,3 +217,21 @@ def test_arguments_of_a_call_that_are_no_keys(given):
 def test_arguments_of_functions_that_fit_none(name, arguments, match):
     with pytest.raises((ShapeError, DtypeError), match=match):
         getattr(utils, name)(*arguments)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not CAN_COMPILE, reason="torch 2.8 or later")
+def test_a_graph_serves_windows_of_several_sizes(fresh_dynamo):
+    layer, q, graphs = te.DotProductAttention(2, 8), torch.randn(8, 1, 2, 8), []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph
+
+    def run(q, left):
+        return layer(q, q, q, window_size=(left, 0))
+
+    compiled = torch.compile(run, backend=backend, fullgraph=True, dynamic=True)
+    for left in (3, 4, 5):
+        assert torch.allclose(compiled(q, left), run(q, left), atol=1e-6)
+    assert len(graphs) == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 import warnings
 from enum import Enum
 from typing import Any, NamedTuple
@@ -99,11 +98,15 @@ def sizes_of(window: Any, layer: str) -> tuple[int, int]:
         If they are not two integers in order.
     """
     try:
-        left, right = (operator.index(size) for size in window[:])
+        # operator.index would fix the sizes of a trace with dynamic=True.
+        sizes = [int(size) for size in window[:] if not isinstance(size, (float, str))]
+        fits = len(sizes) == len(window) == 2
     except (TypeError, ValueError, LookupError):
+        fits = False
+    if not fits:
         message = f"{layer}: window_size must be two integers, got {window!r}"
-        raise DtypeError(message) from None
-    return left, right
+        raise DtypeError(message)
+    return sizes[0], sizes[1]
 
 
 def check_mask(layer: str, mask_type: str, window: Any = None) -> None:
