@@ -373,6 +373,9 @@ def test_packed_heads(dim, fmt):
     assert torch.equal(layer(qkv_layer=torch.stack(parts, dim), **given), wanted)
     packed = layer(parts[0], kv_layer=torch.stack(parts[1:], dim), **given)
     assert torch.equal(packed, wanted)
+    for wrong in ({"qkv_layer": [1.0]}, {"query_layer": parts[0], "kv_layer": 3}):
+        with pytest.raises(DtypeError, match="kv_layer must be a torch.Tensor"):
+            layer(**wrong, **given)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

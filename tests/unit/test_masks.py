@@ -3,10 +3,12 @@
 import pytest
 import torch
 
+import te_fast.pytorch as te
 from selection import every_pair, sampled
-from te_fast.errors import ShapeError
+from te_fast.errors import DtypeError, ShapeError
 from te_fast.pytorch.attention.dot_product_attention import utils
 from te_fast.pytorch.constants import AttnMaskTypes, QKVLayouts
+from te_fast.runtime.compiling import CAN_COMPILE
 
 LENGTHS = [[3, 0, 5], [1], [4, 4]]
 
@@ -177,3 +179,59 @@ def test_strided_heads_are_copied():
     copied = utils.maybe_contiguous(x[:, ::2])
     assert copied.is_contiguous()
     assert torch.equal(copied, x[:, ::2])
+
+
+@pytest.mark.parametrize("window", [{}, {1, 2}, {0: 1, 1: 0}, "10", (1.5, 0), ([], 0), 3])
+def test_windows_that_are_not_two_integers(window):
+    heads = [torch.zeros(4, 1, 2, 8)] * 3
+    with pytest.raises(DtypeError, match="window_size must be two integers"):
+        te.DotProductAttention(2, 8, window_size=window)
+    with pytest.raises(DtypeError, match="window_size must be two integers"):
+        te.DotProductAttention(2, 8)(*heads, window_size=window)
+    with pytest.raises(DtypeError, match="window_size must be two integers"):
+        te.MultiheadAttention(16, 2, window_size=window, device="cpu")
+
+
+@pytest.mark.parametrize(
+    "given", [{"attn_mask_type": ["causal"]}, {"bottom_right_diagonal": {}}], ids=str
+)
+def test_arguments_of_a_call_that_are_no_keys(given):
+    with pytest.raises((ShapeError, DtypeError), match=next(iter(given))):
+        te.DotProductAttention(2, 8)(*[torch.zeros(4, 1, 2, 8)] * 3, **given)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "match"),
+    [
+        ("get_cu_seqlens", (None,), "mask must be a torch.Tensor"),
+        ("get_cu_seqlens", (torch.ones(4),), "mask must be"),
+        ("get_cu_seqlens_and_indices", ([True],), "mask must be a torch.Tensor"),
+        ("get_indices", (None, ends_of([2])), "max_seqlen must be an integer"),
+        ("get_indices", (2, [0, 2]), "cu_seqlens must be a torch.Tensor"),
+        ("get_full_cu_seqlens", (None, 2, "cpu"), "batch_size must be an integer"),
+        ("get_full_mask", (4, None), "max_seqlen_kv must be an integer"),
+        ("get_full_mask", (-1, 4), "max_seqlen_q must not be negative"),
+        ("get_full_mask", (4, 4, "causal", None, (1, 2, 3)), "window_size must be two integers"),
+    ],
+)
+def test_arguments_of_functions_that_fit_none(name, arguments, match):
+    with pytest.raises((ShapeError, DtypeError), match=match):
+        getattr(utils, name)(*arguments)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not CAN_COMPILE, reason="torch 2.8 or later")
+def test_a_graph_serves_windows_of_several_sizes(fresh_dynamo):
+    layer, q, graphs = te.DotProductAttention(2, 8), torch.randn(8, 1, 2, 8), []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph
+
+    def run(q, left):
+        return layer(q, q, q, window_size=(left, 0))
+
+    compiled = torch.compile(run, backend=backend, fullgraph=True, dynamic=True)
+    for left in (3, 4, 5):
+        assert torch.allclose(compiled(q, left), run(q, left), atol=1e-6)
+    assert len(graphs) == 1

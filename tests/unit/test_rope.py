@@ -291,6 +291,12 @@ def test_numbers_that_are_none(name):
         te.RotaryPositionEmbedding(D, **{name: "x"})
 
 
+@pytest.mark.parametrize("offset", [None, "a", torch.ones(2)])
+def test_offsets_that_are_none(offset):
+    with pytest.raises(DtypeError, match="RotaryPositionEmbedding: offset must be a number"):
+        te.RotaryPositionEmbedding(D)(4, offset)
+
+
 ONES = torch.ones(S, B, H, D)
 
 
@@ -326,8 +332,15 @@ def test_arguments_that_are_no_tensors_of_the_device(heads, freqs, options, erro
         ([D, 0, D], 2 * D, ShapeError),
         ("abc", 3 * D, DtypeError),
         ([D, D, 4], 2 * D + 4, ShapeError),
+        (None, 3 * D, DtypeError),
     ],
 )
 def test_splits_that_are_none(split, width, error):
     with pytest.raises(error, match="apply_fused_qkv_rotary_pos_emb: qkv_split_arg_list must"):
         apply_fused_qkv_rotary_pos_emb(torch.ones(S, B, H, width), angles(), angles(), split)
+
+
+@pytest.mark.parametrize("shape", [(), (S, 3 * D), (S, B, 3 * D)])
+def test_products_that_have_no_heads(shape):
+    with pytest.raises(ShapeError, match="apply_fused_qkv_rotary_pos_emb: .* four dimensions"):
+        apply_fused_qkv_rotary_pos_emb(torch.ones(shape), angles(), angles(), [D] * 3)

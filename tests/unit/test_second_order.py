@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import te_fast.pytorch as te
 from selection import sampled
 from te_fast.common.recipe import Float8CurrentScaling
 from te_fast.errors import UnsupportedError
 from te_fast.pytorch import ops
+from te_fast.pytorch.router import fused_topk_with_score_function
 
 KIND = {"device": "cpu"}
+#: torch's forward mode compiles some of its own functions when it begins.
+TORCHS_WARNING = pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")
 
 
 class Doubled(ops.BasicOperation):
@@ -75,6 +79,38 @@ def test_a_second_derivative_is_refused_by_name(kind, in_fp8):
         return
     with pytest.raises(UnsupportedError, match=f"({name}).*: its gradient .* without create_graph"):
         dx.square().sum().backward()
+
+
+@TORCHS_WARNING
+@pytest.mark.parametrize(("kind", "in_fp8"), sampled(LAYERS, [False, True]))
+def test_a_derivative_in_forward_mode_is_refused_by_name(kind, in_fp8):
+    if kind == "linear" and not in_fp8:
+        pytest.skip("torch's own")
+    make, name = LAYERS[kind]
+    layer, x = make(), _tokens()
+    with forward_ad.dual_level(), te.autocast(enabled=in_fp8, recipe=Float8CurrentScaling()):
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        with pytest.raises(UnsupportedError, match=f"({name}).*: there is no derivative"):
+            _applied(kind, layer, dual)
+
+
+@TORCHS_WARNING
+@pytest.mark.parametrize("name", ["moe_permute", "moe_sort_chunks_by_index", "router"])
+def test_routing_has_no_derivative_in_forward_mode(name):
+    x = _tokens()
+    calls = {
+        "moe_permute": lambda x: te.moe_permute(x, torch.ones(16, 2, dtype=torch.bool)),
+        "moe_sort_chunks_by_index": lambda x: te.moe_sort_chunks_by_index(
+            x, torch.tensor([8, 8]), torch.tensor([1, 0])
+        ),
+        "router": lambda x: fused_topk_with_score_function(
+            x, 2, False, None, None, None, "softmax", None
+        ),
+    }
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        with pytest.raises(UnsupportedError, match=f"{name}: there is no derivative"):
+            calls[name](dual)
 
 
 def test_a_linear_layer_outside_of_fp8_is_torchs():

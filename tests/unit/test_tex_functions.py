@@ -606,6 +606,50 @@ def test_arguments_that_are_no_tensors_are_named(name, arguments):
     assert isinstance(raised.value, TeFastError)
 
 
+FP8 = tex.DType.kFloat8E4M3
+NUMBER = torch.tensor(1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "match"),
+    [
+        ("dgelu", (3, ONES, None), "grad must be a torch.Tensor"),
+        ("dbias_dgelu", (NUMBER, NUMBER, None), "grad must be a dense tensor of one dimension"),
+        ("gelu", (ONES.to_sparse(), None), "input must be a dense tensor"),
+        ("rmsnorm_fwd", (3, ONES[0], 1e-6, None, None, tex.DType.kFloat32, 0, False), "input must"),
+        ("rmsnorm_fwd", (ONES, ONES[0], "a", None, None, 4, 0, False), "eps must be a number"),
+        ("layernorm_fwd", (ONES, ONES[0], 3, 0.0, None, None, 4, 0, False), "bias must be"),
+        ("rmsnorm_bwd", (NUMBER, ONES, NUMBER, ONES[0], 0, False), "dz must be a dense tensor"),
+        ("rmsnorm_bwd", (ONES, ONES, ONES[:, 0], ONES[0], 0, ONES), "zero_centered_gamma must be"),
+        ("bgrad_quantize", (None, None), "input must be a torch.Tensor"),
+        ("multi_tensor_quantize", (None, None), "tensor_list must be a list"),
+        ("split_quantize", ("x", [1], [None]), "tensor must be a torch.Tensor"),
+        ("split_quantize", (ONES, None, None), "split_sections must be a list"),
+        ("split_quantize", (ONES, ["x"], [None]), "sections .* do not fit"),
+        ("swap_first_dims", (ONES.to_sparse(),), "tensor must be a dense tensor"),
+        ("fp8_block_scaling_compute_partial_amax", (ONES, ONES, ONES, 2, 0, 128), "h must be"),
+        ("fp8_block_scaling_partial_cast", (ONES, 3, ONES, 2, 4, 0, 128, FP8), "out must be"),
+        ("fused_rope_forward", (ONES, ONES, None, [], False, None, 1, 0), "qkv_format must be"),
+        ("fused_rope_backward", (True, ONES, None, 0, False, None, 1, 0), "output_grads must be"),
+        ("fused_rope_backward", (ONES, ONES, None, 0, False, None, ONES, 0), "cp_size must be"),
+        (
+            "fused_amax_and_scale_update_after_reduction",
+            (None, [ONES], [ONES], "max", FP8, 0),
+            "amax_reduction_buffer must be a torch.Tensor",
+        ),
+        (
+            "thd_second_half_lse_correction",
+            (ONES, NUMBER, torch.tensor([0, 4]).int(), True),
+            "lse_per_step must be a dense tensor",
+        ),
+    ],
+)
+def test_arguments_that_functions_cannot_read_are_named(name, arguments, match):
+    with pytest.raises(TypeError, match=f"{name}: {match}") as raised:
+        getattr(tex, name)(*arguments)
+    assert isinstance(raised.value, TeFastError)
+
+
 def test_queries():
     assert tex.get_num_cublas_streams() == 1
     assert tex.device_supports_multicast() is False

@@ -557,6 +557,9 @@ def test_capped_scores(kind):
         ({"drop_path_rate": 2.0}, ArgumentError),
         ({"drop_path_rate": -1.0}, ArgumentError),
         ({"layer_number": "a"}, DtypeError),
+        ({"name": 3}, DtypeError),
+        ({"kv_channels": object()}, DtypeError),
+        ({"qk_norm_type": ["RMSNorm"]}, ShapeError),
     ],
 )
 def test_options_that_no_layer_has(given, error):
@@ -581,7 +584,7 @@ def test_options_are_taken_by_their_truth(option, value):
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("given", [{"attn_mask_type": "x"}, {"window_size": "abc"}])
+@pytest.mark.parametrize("given", [{"attn_mask_type": "x"}, {"window_size": "abc"}, {"name": b"a"}])
 def test_masks_that_no_attention_has(given):
     with pytest.raises((ShapeError, DtypeError), match=next(iter(given))):
         te.MultiheadAttention(HIDDEN, HIDDEN // D, device="cpu", **given)

@@ -104,6 +104,7 @@ def unpacked(
     if (qkv is not None and kv is not None) or any(part is not None for part in alone):
         message = f"{layer}: {name} stands for tensors that are given, too; pass one of them"
         raise ShapeError(message)
+    check_tensors(layer, **{name: given})
     if given.dim() != len(fmt) + 1 or given.shape[dim] != parts or (qkv is None and q is None):
         message = (
             f"{layer}: {name} must have {len(fmt) + 1} dimensions in {fmt}, of which dimension {dim} has size {parts}, "

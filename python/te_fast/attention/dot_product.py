@@ -37,6 +37,7 @@ from te_fast.attention.rules import (
     kept_of_lengths,
     mask_type_of,
     rule_of,
+    sizes_of,
 )
 from te_fast.attention.scores import Bias, Packing, Scores
 from te_fast.errors import DtypeError, ShapeError, StateError, UnsupportedError
@@ -46,7 +47,7 @@ from te_fast.layers.parameters import check_sizes, refuse
 from te_fast.parallel.checkpoint import Share
 from te_fast.parallel.ranks import divided
 from te_fast.runtime import native
-from te_fast.runtime.arguments import check_numbers
+from te_fast.runtime.arguments import check_flags, check_numbers
 from te_fast.runtime.collectives import check_is_group
 from te_fast.runtime.compiling import is_in_graph
 from te_fast.runtime.device import check_device
@@ -346,15 +347,18 @@ class DotProductAttention(TransformerEngineBaseModule):
 
     def _rule(self, mask_type: str | None, window: Any, bottom_right: bool | None) -> Rule:
         """Return the arguments of a call; the constructor's arguments replace those that are None."""
-        mask_type = self.attn_mask_type if mask_type is None else mask_type
+        name = self._named()
+        mask_type = self.attn_mask_type if mask_type is None else mask_type_of(mask_type, name)
         window = self.window_size if window is None else window
+        window = None if window is None else sizes_of(window, name)
         bottom_right = self.bottom_right_diagonal if bottom_right is None else bottom_right
-        window = tuple(window) if isinstance(window, list) else window
+        if bottom_right is not None:
+            check_flags(name, bottom_right_diagonal=bottom_right)
         asked = (mask_type, window, bottom_right)
         # A trace would guard that the dictionary lacks the rule, and so compile a second time.
         rule = None if is_in_graph() else self._rules.get(asked)
         if rule is None:
-            rule = rule_of(mask_type, window, bottom_right, self._named())
+            rule = rule_of(mask_type, window, bottom_right, name)
             if not is_in_graph():
                 self._rules[asked] = rule
         return rule

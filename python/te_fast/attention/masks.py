@@ -6,8 +6,17 @@ from typing import Any
 
 import torch
 
-from te_fast.attention.rules import Kept, Rule, allowed, kept_of_lengths, mask_type_of, rule_of
+from te_fast.attention.rules import (
+    Kept,
+    Rule,
+    allowed,
+    kept_of_lengths,
+    mask_type_of,
+    rule_of,
+    sizes_of,
+)
 from te_fast.errors import ShapeError
+from te_fast.runtime.arguments import check_sizes, check_tensors
 from te_fast.runtime.device import gpu_or_default
 
 
@@ -133,7 +142,8 @@ def get_full_mask(
         With padding, the number of keys.
     """
     kind = mask_type_of(attn_mask_type, "get_full_mask")
-    left, right = (-1, -1) if window_size is None else window_size
+    check_sizes("get_full_mask", max_seqlen_q=max_seqlen_q, max_seqlen_kv=max_seqlen_kv)
+    left, right = (-1, -1) if window_size is None else sizes_of(window_size, "get_full_mask")
     has_window = window_size is not None and (left != -1 or right not in (-1, 0))
     right = 0 if "causal" in kind else right
     is_fixed = kind in ("causal", "padding_causal")
@@ -163,6 +173,10 @@ def get_cu_seqlens(mask: torch.Tensor) -> torch.Tensor:
     torch.Tensor
         INT32 ``(batch + 1,)``.
     """
+    check_tensors("get_cu_seqlens", mask=mask)
+    if mask.dim() < 2:
+        message = f"get_cu_seqlens: mask must be (batch, 1, 1, positions), got {list(mask.shape)}"
+        raise ShapeError(message)
     lengths = mask.squeeze(1).squeeze(1).logical_not().sum(1)
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
 
@@ -208,11 +222,14 @@ def get_indices(max_seqlen: int, cu_seqlens: torch.Tensor) -> torch.Tensor:
     torch.Tensor
         INT64 ``(batch * max_seqlen, 1, 1)``: the numbers of all tokens in order, then ``batch * max_seqlen``.
     """
+    check_sizes("get_indices", max_seqlen=max_seqlen)
+    check_tensors("get_indices", cu_seqlens=cu_seqlens)
     return _valid_first(kept_of_lengths(cu_seqlens, max_seqlen).flatten())
 
 
 def get_full_cu_seqlens(batch_size: int, max_seqlen: int, device: torch.device) -> torch.Tensor:
     """Return cumulative lengths of sequences that are all of the largest length: INT32 ``(batch_size + 1,)``."""
+    check_sizes("get_full_cu_seqlens", batch_size=batch_size, max_seqlen=max_seqlen)
     return torch.arange(batch_size + 1, dtype=torch.int32, device=device) * max_seqlen
 
 

@@ -22,6 +22,7 @@ from te_fast.layers.parameters import check_sizes, refuse_userbuffers
 from te_fast.ops.basic.l2normalization import L2Normalization
 from te_fast.parallel.checkpoint import Share
 from te_fast.parallel.ranks import check_group, divided, reduced_sharing, size_of_group
+from te_fast.runtime.arguments import check_layer_name
 from te_fast.runtime.module_hooks import are_called_plainly
 
 Rotation = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
@@ -271,6 +272,7 @@ class MultiheadAttention(CompositeModule):
         softmax_type: str = "vanilla",
     ) -> None:
         super().__init__()
+        check_layer_name(self, name)
         self.name = name
         shown = self._shown = type(self).__name__ if name is None else name
         refuse_userbuffers(shown, locals())
@@ -353,6 +355,7 @@ class MultiheadAttention(CompositeModule):
         self.rotary_pos_interleaved = bool(given["rotary_pos_interleaved"])
         self.qk_norm_before_rope: bool = given["qk_norm_before_rope"]
         channels: int = given["kv_channels"] or given["hidden_size"] // heads
+        check_sizes(self._shown, kv_channels=channels)
         self.hidden_size_per_attention_head = channels
         self.hidden_size_q, self.hidden_size_kv = channels * heads, channels * self.num_gqa_groups
         self._heads = Heads(
@@ -409,7 +412,7 @@ class MultiheadAttention(CompositeModule):
         if kind == "L2Normalization":
             self.q_norm = self.k_norm = L2Normalization(eps=eps)
             return
-        if kind not in kinds:
+        if not isinstance(kind, str) or kind not in kinds:
             known = ", ".join(("L2Normalization", *kinds))
             message = f"{self._shown}: qk_norm_type must be None or one of {known}, got {kind!r}"
             raise ShapeError(message)

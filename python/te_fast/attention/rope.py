@@ -108,10 +108,11 @@ class RotaryPositionEmbedding(torch.nn.Module):
         Raises
         ------
         DtypeError, ShapeError
-            If `max_seq_len` is no integer, or negative.
+            If `max_seq_len` is no integer, or negative, or `offset` no number.
         """
         if not isinstance(max_seq_len, int) or max_seq_len < 0:
             check_sizes(type(self).__name__, max_seq_len=max_seq_len)
+        check_numbers(type(self).__name__, offset=offset)
         with torch.autocast(self.inv_freq.device.type, enabled=False):
             kind: dict[str, Any] = {"device": self.inv_freq.device, "dtype": self.inv_freq.dtype}
             positions = torch.arange(max_seq_len, **kind) + offset
@@ -440,13 +441,17 @@ _WHOLE = ContextShare()
 
 def share_of(cp_size: int, cp_rank: int, op: str = _OP) -> ContextShare:
     """Return which tokens of each sequence a rank of context parallelism has."""
+    if type(cp_size) is not int:
+        check_sizes(op, cp_size=cp_size)
     if cp_size == 1:
         return _WHOLE
+    check_numbers(op, cp_rank=cp_rank)
     if not 0 <= cp_rank < cp_size:
         message = (
             f"{op}: cp_rank must be from 0 to cp_size - 1, got cp_rank={cp_rank}, cp_size={cp_size}"
         )
         raise ArgumentError(message)
+    check_sizes(op, cp_rank=cp_rank)
     return ContextShare(cp_size, cp_rank)
 
 
@@ -762,19 +767,21 @@ def apply_fused_qkv_rotary_pos_emb(
         raise UnsupportedError(message)
     share = share_of(cp_size, cp_rank, "apply_fused_qkv_rotary_pos_emb")
     check_tensors("apply_fused_qkv_rotary_pos_emb", qkv=qkv, q_freqs=q_freqs, k_freqs=k_freqs)
-    sizes = list(qkv_split_arg_list)
+    is_list = isinstance(qkv_split_arg_list, list | tuple)
+    sizes: list[Any] = list(qkv_split_arg_list) if is_list else [qkv_split_arg_list]
     for size in sizes:
         check_sizes("apply_fused_qkv_rotary_pos_emb", qkv_split_arg_list=size)
     if (
-        len(sizes) != 3
+        qkv.dim() != 4
+        or len(sizes) != 3
         or sum(sizes) != qkv.shape[-1]
         or sizes[1] == 0
         or sizes[0] % sizes[1]
         or sizes[2] != sizes[1]
     ):
         message = (
-            "apply_fused_qkv_rotary_pos_emb: qkv_split_arg_list must be channels of queries, keys and values that add "
-            f"up to {qkv.shape[-1]}, queries a multiple of keys, values as many as keys, got {sizes}"
+            "apply_fused_qkv_rotary_pos_emb: qkv_split_arg_list must add up to the last of qkv's four dimensions, "
+            f"queries a multiple of keys, values as many as keys, got {sizes} for qkv of shape {list(qkv.shape)}"
         )
         raise ShapeError(message)
     groups = qkv.shape[2]

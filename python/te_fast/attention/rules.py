@@ -89,13 +89,24 @@ def mask_type_of(name: str, layer: str) -> str:
     return kind
 
 
-def _sizes_of(window: Any, layer: str) -> tuple[int, int]:
+def sizes_of(window: Any, layer: str) -> tuple[int, int]:
+    """Return the sizes of a window.
+
+    Raises
+    ------
+    DtypeError
+        If they are not two integers in order.
+    """
     try:
-        left, right = (int(size) for size in window)
-    except (TypeError, ValueError):
+        # operator.index would fix the sizes of a trace with dynamic=True.
+        sizes = [int(size) for size in window[:] if not isinstance(size, (float, str))]
+        fits = len(sizes) == len(window) == 2
+    except (TypeError, ValueError, LookupError):
+        fits = False
+    if not fits:
         message = f"{layer}: window_size must be two integers, got {window!r}"
-        raise DtypeError(message) from None
-    return left, right
+        raise DtypeError(message)
+    return sizes[0], sizes[1]
 
 
 def check_mask(layer: str, mask_type: str, window: Any = None) -> None:
@@ -110,7 +121,7 @@ def check_mask(layer: str, mask_type: str, window: Any = None) -> None:
     """
     mask_type_of(mask_type, layer)
     if window is not None:
-        _sizes_of(window, layer)
+        sizes_of(window, layer)
 
 
 def _window(kind: str, window: Any, layer: str) -> tuple[int, int]:
@@ -118,7 +129,7 @@ def _window(kind: str, window: Any, layer: str) -> tuple[int, int]:
     is_causal = "causal" in kind
     if window is None:
         return (-1, 0) if is_causal else (-1, -1)
-    left, right = _sizes_of(window, layer)
+    left, right = sizes_of(window, layer)
     expected = "(-1, 0) or (>=0, 0)" if is_causal else "(-1, -1) or (>=0, >=0)"
     fits = right == 0 if is_causal else (left, right) == (-1, -1) or min(left, right) >= 0
     if fits and left >= -1:

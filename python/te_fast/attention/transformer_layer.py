@@ -27,6 +27,7 @@ from te_fast.layers.linear import Linear
 from te_fast.layers.norm import LayerNorm, RMSNorm
 from te_fast.layers.parameters import refuse
 from te_fast.parallel.ranks import divided
+from te_fast.runtime.arguments import check_layer_name
 from te_fast.runtime.compiling import is_exporting
 from te_fast.runtime.module_hooks import are_called_plainly
 from te_fast.tensor.of_factory import in_shared_region
@@ -224,6 +225,7 @@ class TransformerLayer(CompositeModule):
         softmax_type: str = "vanilla",
     ) -> None:
         super().__init__()
+        check_layer_name(self, name)
         self.name = name
         shown = self._shown = type(self).__name__ if name is None else name
         refuse(shown, {"ub_tp_comm_overlap": ub_tp_comm_overlap})

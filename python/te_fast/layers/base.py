@@ -23,6 +23,7 @@ from te_fast.parallel.ranks import check_group, reduced_sharing, size_of_group
 from te_fast.recipe import DelayedScaling, Recipe
 from te_fast.recipe.roles import QuantizerRole
 from te_fast.runtime import native, scale_tape
+from te_fast.runtime.arguments import check_layer_name
 from te_fast.runtime.calls import call_through_forward
 from te_fast.runtime.delayed import DelayedScalingRecipeState, resized
 from te_fast.runtime.global_state import FP8GlobalStateManager, autocast_state
@@ -90,11 +91,7 @@ class TransformerEngineBaseModule(StatefulModule):
 
     def __init__(self, name: str | None = None) -> None:
         super().__init__()
-        if name is not None and not isinstance(name, str):
-            message = (
-                f"{type(self).__name__}: name must be a string, got {type(name).__name__} {name!r}"
-            )
-            raise DtypeError(message)
+        check_layer_name(self, name)
         number = next(_layer_numbers)
         self.name = f"Layer_{number}" if name is None else name
         self._role_name = name or ""

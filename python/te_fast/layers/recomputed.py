@@ -8,7 +8,7 @@ import torch
 
 from te_fast.errors import StateError
 from te_fast.runtime import delayed, native, rows, scale_tape
-from te_fast.runtime.second_order import differentiable_once
+from te_fast.runtime.second_order import differentiable_once, no_forward_mode
 
 if TYPE_CHECKING:
     from te_fast.layers.program import ProgramLayer
@@ -41,6 +41,8 @@ class _Recomputed(torch.autograd.Function):
         # Its backward is the last one of the region's, and updates the gradients' scales.
         ctx.updates = kept.updates_backward_scales
         return (y, *others) if others else y
+
+    jvp = no_forward_mode(lambda ctx: ctx.layer.name)
 
     @staticmethod
     @differentiable_once(lambda ctx: ctx.layer.name)

@@ -11,7 +11,7 @@ from te_fast.parallel import in_graphs
 from te_fast.parallel.segment import Run, Segment
 from te_fast.runtime import native, rows
 from te_fast.runtime.parts import joined
-from te_fast.runtime.second_order import differentiable_once
+from te_fast.runtime.second_order import differentiable_once, no_forward_mode
 
 if TYPE_CHECKING:
     from te_fast.layers.program import ProgramLayer
@@ -268,6 +268,8 @@ class _Function(torch.autograd.Function):
         ctx.save_for_backward(*call.take_saved())
         ctx.call = call
         return outputs if len(outputs) > 1 else outputs[0]
+
+    jvp = no_forward_mode(lambda ctx: ctx.call._layer.name)
 
     @staticmethod
     @differentiable_once(lambda ctx: ctx.call._layer.name)

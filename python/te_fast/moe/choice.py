@@ -15,7 +15,7 @@ from te_fast.moe.balancing import Balance, check_bounds
 from te_fast.runtime import native
 from te_fast.runtime.compiling import is_watched
 from te_fast.runtime.library import register
-from te_fast.runtime.second_order import refuse_second_order
+from te_fast.runtime.second_order import no_forward_mode, refuse_second_order
 
 #: Experts that a warp holds.
 MOST_EXPERTS = 1024
@@ -92,6 +92,8 @@ class _Route(torch.autograd.Function):
         ctx.save_for_backward(scores if keeps else probs, None if choice.over == "all" else chosen)
         ctx.mark_non_differentiable(*[found for found in (chosen, bits) if found is not None])
         return probs, chosen, bits
+
+    jvp = no_forward_mode("router")
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> Any:

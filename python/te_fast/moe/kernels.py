@@ -17,7 +17,7 @@ from te_fast.moe import operators as compiled
 from te_fast.moe import quantized
 from te_fast.runtime import native
 from te_fast.runtime.compiling import is_watched
-from te_fast.runtime.second_order import refuse_second_order
+from te_fast.runtime.second_order import no_forward_mode, refuse_second_order
 from te_fast.tensor.primary import as_read, is_quantized
 from te_fast.tensor.storage import QuantizedTensorStorage
 
@@ -77,6 +77,8 @@ class _Permute(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         return out, permuted_probs, row_id_map, pad_offsets, padded
 
+    jvp = no_forward_mode("moe_permute")
+
     @staticmethod
     def backward(ctx: Any, dout: Any, dprobs: Any, *_: Any) -> Any:
         dout = quantized.plain(_moved_gradients(_name_of_permute, ctx, dout, dprobs))
@@ -109,6 +111,7 @@ class _Apply(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         return _applied(inp, probs, row_id_map, pad_offsets, ends, rows, 0)
 
+    jvp = no_forward_mode("moe_permute")
     backward = _Permute.backward
 
 
@@ -129,6 +132,8 @@ class _Unpermute(torch.autograd.Function):
         ctx.rows = inp.size(0)
         ctx.top_k = top_k
         return out
+
+    jvp = no_forward_mode("moe_unpermute")
 
     @staticmethod
     def backward(ctx: Any, dout: Any) -> Any:
@@ -166,6 +171,8 @@ class _Move(torch.autograd.Function):
         ctx.rows = inp.size(0)
         ctx.set_materialize_grads(False)
         return _moved(inp, probs, splits, index, mode, align, rows)
+
+    jvp = no_forward_mode(lambda ctx: _MOVES[ctx.mode])
 
     @staticmethod
     def backward(ctx: Any, dout: Any, dprobs: Any, _: Any) -> Any:

@@ -13,7 +13,7 @@ from te_fast.ops.op import OperationContext
 from te_fast.runtime import native, rows
 from te_fast.runtime.delayed import update_scales
 from te_fast.runtime.rows import Tensors
-from te_fast.runtime.second_order import differentiable_once
+from te_fast.runtime.second_order import differentiable_once, no_forward_mode
 
 if TYPE_CHECKING:
     from te_fast.ops.fuser import OperationFuser
@@ -141,6 +141,8 @@ class _Function(torch.autograd.Function):
         if whole:
             ctx.mark_non_differentiable(*whole)
         return outputs if len(outputs) > 1 else outputs[0]
+
+    jvp = no_forward_mode(lambda ctx: ctx.call.fuser._name)
 
     @staticmethod
     @differentiable_once(lambda ctx: ctx.call.fuser._name)

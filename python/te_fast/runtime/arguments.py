@@ -77,9 +77,28 @@ def check_flags(owner: str, **flags: Any) -> None:
         With the name of the first wrong argument.
     """
     for name, flag in flags.items():
-        if flag not in (True, False, None):
+        try:
+            is_flag = flag in (True, False, None)
+        except (RuntimeError, ValueError):  # several numbers are neither
+            is_flag = False
+        if not is_flag:
             message = f"{owner}: {name} must be True or False, got {type(flag).__name__} {flag!r}"
             raise DtypeError(message)
+
+
+def check_layer_name(layer: Any, name: Any) -> None:
+    """Raise unless a layer's name is a string, or None.
+
+    Raises
+    ------
+    DtypeError
+        With the layer's class.
+    """
+    if name is not None and not isinstance(name, str):
+        message = (
+            f"{type(layer).__name__}: name must be a string, got {type(name).__name__} {name!r}"
+        )
+        raise DtypeError(message)
 
 
 def check_functions(owner: str, **functions: Any) -> None:

@@ -20,7 +20,7 @@ from te_fast.runtime import (
     rows,
     scale_tape,
 )
-from te_fast.runtime.second_order import differentiable_once, name_of_program
+from te_fast.runtime.second_order import differentiable_once, name_of_program, no_forward_mode
 
 
 def _layer_call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -100,6 +100,7 @@ class _ProgramFunction(torch.autograd.Function):
 
     forward = staticmethod(native.program_autograd_forward)
     backward = staticmethod(native.program_backward)
+    jvp = no_forward_mode(lambda ctx: name_of_program(ctx.te_saved))
 
 
 class ProgramBackward(_ProgramFunction._backward_cls):  # type: ignore[name-defined, misc]
@@ -123,6 +124,7 @@ class _CutFunction(torch.autograd.Function):
 
     forward = staticmethod(native.cut_autograd_forward)
     backward = staticmethod(native.cut_backward)
+    jvp = no_forward_mode(lambda ctx: name_of_program(ctx.te_saved))
 
 
 class CutBackward(_CutFunction._backward_cls):  # type: ignore[name-defined, misc]

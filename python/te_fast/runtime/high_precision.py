@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from te_fast.runtime import native
 from te_fast.runtime.main_grad import after_main_grad, main_grad_of
-from te_fast.runtime.second_order import differentiable_once
+from te_fast.runtime.second_order import differentiable_once, no_forward_mode
 
 
 class _Linear(torch.autograd.Function):
@@ -28,6 +28,8 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.handle, ctx.parameter, ctx.overwrite = handle, parameter, overwrite
         return functional.linear(x, weight.to(x.dtype), bias)
+
+    jvp = no_forward_mode(lambda ctx: ctx.handle.name)
 
     @staticmethod
     @differentiable_once(lambda ctx: ctx.handle.name)

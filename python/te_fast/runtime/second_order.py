@@ -1,4 +1,4 @@
-"""Gradients that autograd cannot differentiate again: te_fast's own error in place of torch's."""
+"""Derivatives that te_fast lacks, of gradients and in forward mode: its own error in place of torch's."""
 
 from __future__ import annotations
 
@@ -88,6 +88,28 @@ def differentiable_once(
         return wrapper
 
     return decorate
+
+
+def no_forward_mode(name_of: Callable[[Any], str] | str) -> Any:
+    """Return the ``jvp`` of an autograd function that has no derivatives in forward mode.
+
+    torch's compiler takes no function with a ``jvp`` of its own, so that functions in graphs keep torch's.
+
+    Parameters
+    ----------
+    name_of : Callable or str
+        Name of the layer or function in the message; a callable finds it in the node's context.
+    """
+
+    def jvp(ctx: Any, *_: Any) -> Any:
+        name = name_of if isinstance(name_of, str) else name_of(ctx)
+        message = (
+            f"{name}: there is no derivative in forward mode (torch.autograd.forward_ad); call backward, or use "
+            "torch's own layers where tangents are needed"
+        )
+        raise UnsupportedError(message)
+
+    return staticmethod(jvp)
 
 
 def name_of_program(native_object: Any) -> str:

@@ -9,7 +9,7 @@ import torch
 
 from te_fast import dispatch
 from te_fast.dispatch import ActivationFunction, ActivationOutputs
-from te_fast.tex.errors import ExtensionError, check_tensors
+from te_fast.tex.errors import ExtensionError, check_rows
 from te_fast.tex.outputs import check_quantizer, finished, fused, rows_of
 
 _PLAIN = ("gelu", "qgelu", "relu", "srelu", "silu")
@@ -17,9 +17,9 @@ _GATED = ("glu", "geglu", "qgeglu", "reglu", "sreglu", "swiglu")
 
 
 def _check(op: str, function: ActivationFunction, x: torch.Tensor, quantizer: Any) -> None:
-    check_tensors(op, input=x)
+    check_rows(op, input=x)
     check_quantizer(op, quantizer)
-    if x.dim() == 0 or x.shape[-1] % function.halves:
+    if x.shape[-1] % function.halves:
         message = f"{op}: the input must have an even number of columns, got shape {list(x.shape)}"
         raise ExtensionError(message)
 
@@ -98,6 +98,7 @@ def backward(
         More outputs of the kernel, by their names in :class:`te_fast.dispatch.ActivationOutputs`.
     """
     _check(op, function, x, quantizer)
+    check_rows(op, grad=grad)
     out, scales, made = _outputs(x, x.shape, quantizer)
     out = out._replace(**(sums or {}))
     dispatch.activation_backward(
@@ -159,7 +160,7 @@ def _make_with_bias(name: str) -> Callable[..., Any]:
     function, op = ActivationFunction(name), f"dbias_d{name}"
 
     def apply(grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Any) -> list[Any]:
-        check_tensors(op, grad=grad, fwd_input=fwd_input)
+        check_rows(op, grad=grad, fwd_input=fwd_input)
         sums = torch.zeros(fwd_input.shape[-1], dtype=fwd_input.dtype, device=fwd_input.device)
         if fwd_input.numel() == 0:
             return [sums, backward(op, function, grad, fwd_input, quantizer)]

@@ -15,6 +15,7 @@ from te_fast.dispatch import (
 )
 from te_fast.errors import QuantizedTensorError, UnsupportedError
 from te_fast.runtime import native
+from te_fast.runtime.arguments import check_flags
 from te_fast.tensor.dtypes import NATIVE_NAMES, DType, TE_DType_To_Torch
 from te_fast.tensor.float8 import Float8Quantizer
 from te_fast.tensor.storage import QuantizedTensorStorage, has_native_value
@@ -235,6 +236,7 @@ def generic_gemm(
         message = f"{_OP}: te_fast has no Userbuffers; leave bulk_overlap out"
         raise UnsupportedError(message)
     check_quantizer(_OP, quantizer)
+    check_flags(_OP, transA=transA, transB=transB)
     w = operand_of(A, "A", k_outermost=not transA)
     x = operand_of(B, "B", k_outermost=transB)
     if x.k != w.k:

@@ -8,9 +8,10 @@ import torch
 
 from te_fast import dispatch
 from te_fast.dispatch import NormFunction, NormOutputs
+from te_fast.runtime.arguments import check_flags, check_numbers
 from te_fast.tensor.dtypes import DType, TE_DType_To_Torch
 from te_fast.tensor.storage import QuantizedTensorStorage
-from te_fast.tex.errors import ExtensionError, check_tensors
+from te_fast.tex.errors import ExtensionError, check_rows
 from te_fast.tex.outputs import check_quantizer, finished, fused, rows_of
 
 
@@ -32,6 +33,10 @@ def _forward(
     x, gamma = (
         one.dequantize() if isinstance(one, QuantizedTensorStorage) else one for one in (x, gamma)
     )
+    optional = {"bias": beta, "ln_out": None if isinstance(out, QuantizedTensorStorage) else out}
+    given = {name: one for name, one in optional.items() if one is not None}
+    check_rows(op, input=x, weight=gamma, **given)
+    check_numbers(op, eps=function.eps)
     dtype = otype if isinstance(otype, torch.dtype) else TE_DType_To_Torch[DType.cast(otype)]
     shape = x.shape
     # The kernel writes the input's type. FP32 is the type that it computes in.
@@ -114,7 +119,8 @@ def layernorm_fwd(
     ShapeError, DtypeError, DeviceError
         If the tensors do not fit.
     """
-    function = NormFunction("LayerNorm", eps, zero_centered_gamma)
+    check_flags("layernorm_fwd", zero_centered_gamma=zero_centered_gamma)
+    function = NormFunction("LayerNorm", eps, bool(zero_centered_gamma))
     return _forward(function, input, weight, bias, ln_out, quantizer, otype)
 
 
@@ -145,7 +151,8 @@ def rmsnorm_fwd(
     ExtensionError, ShapeError, DtypeError, DeviceError
         As of :func:`layernorm_fwd`.
     """
-    function = NormFunction("RMSNorm", eps, zero_centered_gamma)
+    check_flags("rmsnorm_fwd", zero_centered_gamma=zero_centered_gamma)
+    function = NormFunction("RMSNorm", eps, bool(zero_centered_gamma))
     return _forward(function, input, weight, None, ln_out, quantizer, otype)
 
 
@@ -200,8 +207,9 @@ def layernorm_bwd(
     ShapeError, DtypeError, DeviceError
         If the tensors do not fit.
     """
-    check_tensors("layernorm_bwd", dz=dz, x=x, mu=mu, rsigma=rsigma, gamma=gamma)
-    function = NormFunction("LayerNorm", 0.0, zero_centered_gamma)
+    check_rows("layernorm_bwd", dz=dz, x=x, mu=mu, rsigma=rsigma, gamma=gamma)
+    check_flags("layernorm_bwd", zero_centered_gamma=zero_centered_gamma)
+    function = NormFunction("LayerNorm", 0.0, bool(zero_centered_gamma))
     return _backward(function, dz, x, gamma, (mu.contiguous(), rsigma.contiguous()))
 
 
@@ -230,8 +238,9 @@ def rmsnorm_bwd(
     ShapeError, DtypeError, DeviceError
         If the tensors do not fit.
     """
-    check_tensors("rmsnorm_bwd", dz=dz, x=x, rsigma=rsigma, gamma=gamma)
-    function = NormFunction("RMSNorm", 0.0, zero_centered_gamma)
+    check_rows("rmsnorm_bwd", dz=dz, x=x, rsigma=rsigma, gamma=gamma)
+    check_flags("rmsnorm_bwd", zero_centered_gamma=zero_centered_gamma)
+    function = NormFunction("RMSNorm", 0.0, bool(zero_centered_gamma))
     return _backward(function, dz, x, gamma, (None, rsigma.contiguous()))
 
 
@@ -263,6 +272,7 @@ def rmsnorm_bwd_add(
     ShapeError, DtypeError, DeviceError
         If the tensors do not fit.
     """
-    check_tensors("rmsnorm_bwd_add", dz=dz, x=x, add=add, rsigma=rsigma, gamma=gamma)
-    function = NormFunction("RMSNorm", 0.0, zero_centered_gamma)
+    check_rows("rmsnorm_bwd_add", dz=dz, x=x, add=add, rsigma=rsigma, gamma=gamma)
+    check_flags("rmsnorm_bwd_add", zero_centered_gamma=zero_centered_gamma)
+    function = NormFunction("RMSNorm", 0.0, bool(zero_centered_gamma))
     return _backward(function, dz, x, gamma, (None, rsigma.contiguous()), add)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
 
 from te_fast.tensor.dtypes import DType, TE_DType_To_Torch
-from te_fast.tex.errors import ExtensionError
+from te_fast.tex.errors import ExtensionError, check_lists, check_rows
 from te_fast.tex.outputs import check_quantizer, finished, rows_of
 
 
@@ -101,6 +102,7 @@ def bgrad_quantize(input: torch.Tensor, quantizer: Any) -> list[Any]:
     UnsupportedError
         If `quantizer` is not te_fast's.
     """
+    check_rows("bgrad_quantize", input=input)
     check_quantizer("bgrad_quantize", quantizer)
     gradient = input.detach().contiguous()
     return [rows_of(gradient).sum(0), finished(gradient, quantizer)]
@@ -123,6 +125,8 @@ def multi_tensor_quantize(
     ExtensionError
         If there are not as many.
     """
+    lists = {"tensor_list": tensor_list, "quantizer_list": quantizer_list}
+    check_lists("multi_tensor_quantize", **lists)
     if len(tensor_list) != len(quantizer_list):
         message = (
             f"multi_tensor_quantize: expected one quantizer a tensor, got {len(tensor_list)} tensors and "
@@ -156,6 +160,9 @@ def split_quantize(
     ExtensionError
         If the sections have more rows than the tensor, or there are not as many quantizers.
     """
+    check_rows("split_quantize", tensor=tensor)
+    lists = {"split_sections": split_sections, "quantizer_list": quantizer_list}
+    check_lists("split_quantize", **lists)
     if len(split_sections) != len(quantizer_list):
         message = (
             f"split_quantize: expected {len(split_sections)} quantizers, got {len(quantizer_list)}"
@@ -163,7 +170,8 @@ def split_quantize(
         raise ExtensionError(message)
     if not split_sections:
         return []
-    if tensor.dim() == 0 or sum(split_sections) > tensor.shape[0] or min(split_sections) < 0:
+    are_sizes = all(isinstance(rows, Integral) and rows >= 0 for rows in split_sections)
+    if not are_sizes or sum(split_sections) > tensor.shape[0]:
         message = (
             f"split_quantize: sections {list(split_sections)} do not fit a tensor of shape "
             f"{list(tensor.shape)}"

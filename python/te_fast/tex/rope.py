@@ -8,9 +8,9 @@ import torch
 
 from te_fast.attention.rope import apply_rotary_pos_emb, rotate, share_of, waves_of
 from te_fast.tex.enums import NVTE_QKV_Format
-from te_fast.tex.errors import ExtensionError
+from te_fast.tex.errors import ExtensionError, check_tensors
 
-_FORMATS = {
+_FORMATS: dict[int, str] = {
     NVTE_QKV_Format.NVTE_SBHD: "sbhd",
     NVTE_QKV_Format.NVTE_BSHD: "bshd",
     NVTE_QKV_Format.NVTE_THD: "thd",
@@ -18,9 +18,9 @@ _FORMATS = {
 
 
 def _format_of(op: str, qkv_format: Any) -> str:
-    name = _FORMATS.get(qkv_format)
+    name = _FORMATS.get(qkv_format) if isinstance(qkv_format, int) else None
     if name is None:
-        known = ", ".join(member.name for member in _FORMATS)
+        known = ", ".join(NVTE_QKV_Format(member).name for member in _FORMATS)
         message = f"{op}: qkv_format must be one of {known}, got {qkv_format!r}"
         raise ExtensionError(message)
     return name
@@ -99,6 +99,7 @@ def fused_rope_backward(
         As of :func:`fused_rope_forward`.
     """
     form = _format_of("fused_rope_backward", qkv_format)
+    check_tensors("fused_rope_backward", output_grads=output_grads, freqs=freqs)
     share = share_of(cp_size, cp_rank, "fused_rope_backward")
     waves = waves_of(
         *(freqs, output_grads.shape, form, start_positions, cu_seqlens, share),

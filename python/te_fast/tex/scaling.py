@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from te_fast.runtime import native
+from te_fast.runtime.arguments import check_sizes
 from te_fast.runtime.layouts import BLOCK
 from te_fast.tensor.dtypes import DType, TE_DType_To_Torch, fp8_name
-from te_fast.tex.errors import ExtensionError, check_tensors
+from te_fast.tex.errors import ExtensionError, check_lists, check_rows, check_tensors
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -97,7 +98,7 @@ def swap_first_dims(tensor: torch.Tensor, *, out: torch.Tensor | None = None) ->
     ExtensionError
         If the tensor has fewer dimensions.
     """
-    check_tensors("swap_first_dims", tensor=tensor)
+    check_rows("swap_first_dims", tensor=tensor)
     if tensor.dim() < 2:
         message = f"swap_first_dims: expected two dimensions or more, got {list(tensor.shape)}"
         raise ExtensionError(message)
@@ -137,6 +138,11 @@ def fused_amax_and_scale_update_after_reduction(
         If an argument does not fit.
     """
     op = "fused_amax_and_scale_update_after_reduction"
+    check_tensors(op, amax_reduction_buffer=amax_reduction_buffer)
+    check_lists(op, amax_histories=amax_histories, scales=scales)
+    for history, scale in zip(amax_histories, scales, strict=False):
+        check_rows(op, amax_histories=history)
+        check_tensors(op, scales=scale)
     if amax_compute_algo not in ("max", "most_recent"):
         message = (
             f"{op}: amax_compute_algo must be 'max' or 'most_recent', got {amax_compute_algo!r}"
@@ -183,8 +189,16 @@ def _update(
 
 
 def _check_part(
-    op: str, part: torch.Tensor, tiles: torch.Tensor, size: tuple[int, int], block_len: int
+    op: str,
+    part: torch.Tensor,
+    tiles: torch.Tensor,
+    size: tuple[int, int],
+    start: int,
+    block_len: int,
 ) -> None:
+    check_rows(op, values=part, blocks=tiles)
+    h, w = size
+    check_sizes(op, h=h, w=w, start_offset=start, block_len=block_len)
     if block_len != BLOCK:
         message = f"{op}: block_len must be {BLOCK}, got {block_len}"
         raise ExtensionError(message)
@@ -235,7 +249,7 @@ def fp8_block_scaling_compute_partial_amax(
         If an argument does not fit.
     """
     op = "fp8_block_scaling_compute_partial_amax"
-    _check_part(op, tensor, amax, (h, w), block_len)
+    _check_part(op, tensor, amax, (h, w), start_offset, block_len)
     rows, cols = -(-h // BLOCK), -(-w // BLOCK)
     found = torch.zeros(rows * cols, dtype=torch.float32, device=tensor.device)
     row, col = _tile_of(tensor, w, start_offset)
@@ -276,8 +290,9 @@ def fp8_block_scaling_partial_cast(
         If an argument does not fit.
     """
     op = "fp8_block_scaling_partial_cast"
-    _check_part(op, inp, scale, (h, w), block_len)
+    _check_part(op, inp, scale, (h, w), start_offset, block_len)
     fp8_name(out_dtype)
+    check_tensors(op, out=out)
     if out.dtype != torch.uint8 or out.numel() != inp.numel():
         message = (
             f"{op}: out must have {inp.numel()} bytes (uint8), got {out.dtype} {list(out.shape)}"

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from te_fast.tex.errors import ExtensionError, check_tensors
+from te_fast.tex.errors import ExtensionError, check_rows, check_tensors
 
 
 def _check_bounds(op: str, cu_seqlens: torch.Tensor) -> None:
@@ -316,7 +316,7 @@ def thd_second_half_lse_correction(
         If the arguments do not fit.
     """
     op = "thd_second_half_lse_correction"
-    check_tensors(op, lse=lse, lse_per_step=lse_per_step)
+    check_rows(op, lse=lse, lse_per_step=lse_per_step)
     _check_lse(op, lse, cu_seqlens, lse_per_step.shape[-1], is_packed=lse_packed)
     places = _Lse(cu_seqlens, lse_per_step, is_packed=lse_packed, is_half=True)
     former = places.read(lse)
