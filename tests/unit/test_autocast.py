@@ -5,6 +5,8 @@ import itertools
 import pytest
 import torch
 
+import te_fast
+import te_fast.pytorch as te
 from te_fast.common.recipe import (
     CustomRecipe,
     DelayedScaling,
@@ -394,3 +396,22 @@ def test_what_regions_held_may_use_the_state_when_it_goes():
         del snapshot
     gc.collect()
     assert seen == [True] * 5
+
+
+def test_an_error_of_the_update_does_not_hide_one_that_leaves_the_region(monkeypatch):
+    """A rank that fails makes the reduction at the end fail, too; the user must see the first error."""
+
+    def refuse(**_):
+        message = "another rank is gone"
+        raise RuntimeError(message)
+
+    layer = te.Linear(32, 32, device="cpu")
+    x = torch.randn(16, 32)
+    with te.autocast(recipe=DelayedScaling()):
+        layer(x)
+    monkeypatch.setattr(te_fast.runtime.autocast.delayed, "update_scales", refuse)
+    with pytest.raises(KeyError, match="first"), te.autocast(recipe=DelayedScaling()):
+        layer(x)
+        raise KeyError("first")  # noqa: EM101
+    with pytest.raises(RuntimeError, match="another rank"), te.autocast(recipe=DelayedScaling()):
+        layer(x)

@@ -321,6 +321,22 @@ def test_padded_rows_are_padded_again_where_backward_repeats_a_forward():
         te_fast.auto_pad(False)
 
 
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_padded_rows_of_a_first_call_are_padded_again(use_reentrant):
+    """The first call goes by layers, so that the block's own first program has never run."""
+    te_fast.auto_pad(True)
+    try:
+        layer, x = make(), torch.randn(5, 1, HIDDEN, requires_grad=True)
+        twin = copy.deepcopy(layer)
+        with te.autocast(recipe=RECIPES["block"]()):
+            expected = torch.autograd.grad(twin(x).square().sum(), x)[0]
+            y = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=use_reentrant)
+        y.square().sum().backward()
+        assert torch.equal(x.grad, expected)
+    finally:
+        te_fast.auto_pad(False)
+
+
 def test_gradients_of_gradients_are_refused():
     layer, x = make(), tokens()
     y = layer(x)

@@ -144,8 +144,11 @@ impl AutocastRegion {
     }
 
     /// Puts the former region back in force, and updates the forward scales that are due.
-    #[pyo3(signature = (*_exception))]
-    fn __exit__(slf: &Bound<'_, Self>, _exception: &Bound<'_, PyTuple>) -> PyResult<()> {
+    ///
+    /// An error of the update does not take the place of an exception that leaves the region. The update's maxima stay for
+    /// the next one.
+    #[pyo3(signature = (*exception))]
+    fn __exit__(slf: &Bound<'_, Self>, exception: &Bound<'_, PyTuple>) -> PyResult<()> {
         let py = slf.py();
         let callbacks = callbacks(py)?;
         let state = state(py)?;
@@ -168,7 +171,10 @@ impl AutocastRegion {
         release(py, state)?;
         if due != Due::Nothing {
             // Without gradients only calibration updates, for the calibration of a trained model.
-            callbacks.update.bind(py).call1((!enabled,))?;
+            let updated = callbacks.update.bind(py).call1((!enabled,));
+            if exception.get_item(0).map_or(true, |kind| kind.is_none()) {
+                updated?;
+            }
         }
         Ok(())
     }

@@ -179,7 +179,8 @@ pub(crate) fn cut_apply<'py>(
         }
         view.rows()
     };
-    in_region_of_last_forward(state, &first.0, || {
+    // The second program runs last, in this node or in a forward by layers: its region is the last forward's.
+    in_region_of_last_forward(state, &second.0, || {
         // The region says which rows are padded; backward repeats a forward where it is over.
         if state.dispatcher(py)?.0.rows_to_pad(rows) != 0 {
             return Ok(None);

@@ -341,30 +341,37 @@ pub(crate) fn program_run_forward<'py>(
 ) -> PyResult<Bound<'py, PyAny>> {
     let py = x.py();
     let state = state(py)?;
-    if transfers.is_none() && lacks_rows(state, x)? {
-        let needs = (input_needs_grad, extra_need_grad, parameters_need_grad);
-        let arguments =
-            (program, owner, x, extra_inputs, is_first_microbatch, needs.0, needs.1, needs.2, params, version);
-        return hooks(py)?.padded_run.bind(py).call1(arguments);
-    }
-    let extras: Objects<'py> = extra_inputs.iter().collect();
-    let params: Objects<'py> = match params {
-        Some(params) => params.iter().collect(),
-        None => present_parameters(program)?,
-    };
-    let wants = input_needs_grad || parameters_need_grad || extra_need_grad.iter().any(|&wanted| wanted);
-    let mut call = Call::new(state, (program, owner), x, (&extras, &params), (is_first_microbatch.into(), version))
-        .beside(Transfers::new(transfers));
-    call.wants(parameters_need_grad, input_needs_grad, extra_need_grad.into(), wants);
-    let mut done = in_region_of_last_forward(state, program, || call.run())?;
-    let (y, outputs) = (done.y.clone(), PyTuple::new(py, &done.extra_outputs)?);
-    let (saved, to_save) = if wants {
-        let to_save = done.to_save(&call)?;
-        (Some(Bound::new(py, kept(&call, &mut done)?)?), to_save)
-    } else {
-        (None, PyTuple::empty(py))
-    };
-    Ok((y, outputs, saved, to_save).into_pyobject(py)?.into_any())
+    in_region_of_last_forward(state, program, || {
+        // The region says which rows are padded; backward repeats a forward where it is over.
+        if transfers.is_none() && lacks_rows(state, x)? {
+            let needs = (input_needs_grad, extra_need_grad, parameters_need_grad);
+            let arguments =
+                (program, owner, x, extra_inputs, is_first_microbatch, needs.0, needs.1, needs.2, params, version);
+            return hooks(py)?.padded_run.bind(py).call1(arguments);
+        }
+        let extras: Objects<'py> = extra_inputs.iter().collect();
+        let params: Objects<'py> = match params {
+            Some(params) => params.iter().collect(),
+            None => present_parameters(program)?,
+        };
+        let wants = input_needs_grad || parameters_need_grad || extra_need_grad.iter().any(|&wanted| wanted);
+        let mut call =
+            Call::new(state, (program, owner), x, (&extras, &params), (is_first_microbatch.into(), version))
+                .beside(Transfers::new(transfers));
+        // A forward that is recomputed later with gradients is fused as in the recomputation, so that the bits are equal.
+        let recomputes = !wants && state.dispatcher(py)?.0.autocast.recomputes();
+        let of_extras = extra_need_grad.iter().map(|&wanted| wanted || recomputes).collect();
+        call.wants(parameters_need_grad || recomputes, input_needs_grad || recomputes, of_extras, wants);
+        let mut done = call.run()?;
+        let (y, outputs) = (done.y.clone(), PyTuple::new(py, &done.extra_outputs)?);
+        let (saved, to_save) = if wants {
+            let to_save = done.to_save(&call)?;
+            (Some(Bound::new(py, kept(&call, &mut done)?)?), to_save)
+        } else {
+            (None, PyTuple::empty(py))
+        };
+        Ok((y, outputs, saved, to_save).into_pyobject(py)?.into_any())
+    })
 }
 
 /// Whether `x` must be padded with rows of zeros for the region's GEMMs.

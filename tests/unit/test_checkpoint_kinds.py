@@ -1,0 +1,45 @@
+"""Recomputation of what runs inside of nodes of Python: chains with other modules' operations, and layers that recompute."""
+
+import copy
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+import te_fast
+import te_fast.pytorch as te
+from te_fast.common.recipe import DelayedScaling, Float8BlockScaling
+from te_fast.pytorch import ops
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_chain_with_a_reshape_has_the_same_bits(use_reentrant):
+    """A first run without gradients must not hand results on in FP8 where the second run cannot."""
+    torch.manual_seed(0)
+    options = {"device": "cpu", "dtype": torch.bfloat16}
+    linears = (ops.BasicLinear(32, 32, **options) for _ in range(2))
+    chain = ops.Sequential(ops.Reshape([-1, 32]), *linears)
+    twin = copy.deepcopy(chain)
+    x = torch.randn(16, 32).bfloat16().requires_grad_()
+    with te.autocast(recipe=DelayedScaling()):
+        wanted = chain(x)
+    with te.autocast(recipe=DelayedScaling()):
+        y = te.checkpoint(twin, x, use_reentrant=use_reentrant)
+    assert torch.equal(y, wanted)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_layer_that_recomputes_pads_rows_again(use_reentrant):
+    """Backward repeats the forward where the region, which says what is padded, is over."""
+    te_fast.auto_pad(True)
+    try:
+        layer = te.LayerNormMLP(32, 64, checkpoint=True, device="cpu")
+        twin = copy.deepcopy(layer)
+        x = torch.randn(5, 32, requires_grad=True)
+        with te.autocast(recipe=Float8BlockScaling()):
+            wanted = torch.autograd.grad(twin(x).square().sum(), x)[0]
+            y = torch_checkpoint(layer, x, use_reentrant=use_reentrant)
+        y.square().sum().backward()
+        assert torch.equal(x.grad, wanted)
+    finally:
+        te_fast.auto_pad(False)
