@@ -8,8 +8,8 @@
 //
 //   dx = (exp(x - m - log s) - a / vocabulary - (1 - a) [column is t]) * grad, 0 where t is ignored
 //
-// a is the label smoothing, t the target. Sums of x - m are made of x - x[0]: they round as the spread of logits does, not
-// as their size. Without smoothing there are none, since logits of minus infinity have no mean.
+// a is the label smoothing, t the target. Sums of x - m are made of x - x[0]: they round as the spread of logits does,
+// not as their size. Without smoothing there are none, since logits of minus infinity have no mean.
 //
 // Launch: a block of 512 threads per row.
 // Needs:  contiguous logits, fewer than 2**31 columns and rows. dlogits may be the logits.
@@ -66,9 +66,7 @@ struct Span {
         return {lead, vectors, columns - vectors * kVector};
     }
 
-    __device__ uint32_t single(uint32_t index) const {
-        return index < lead ? index : index + vectors * kVector;
-    }
+    __device__ uint32_t single(uint32_t index) const { return index < lead ? index : index + vectors * kVector; }
 };
 
 struct Sums {
@@ -106,26 +104,9 @@ __device__ inline float block_sum(float x, float* scratch) {
     return x;
 }
 
+// Sums over the thread's columns of a row.
 template <Floating In>
-__device__ void cross_entropy(const CrossEntropyParams& p) {
-    __shared__ float scratch[3][kRowThreads / 32];
-    const uint64_t row = blockIdx.x;
-    const bool whole = p.losses != nullptr;
-    const int64_t target = whole ? p.target[row] : 0;
-    if (whole && target == p.ignored) {
-        if (threadIdx.x == 0) {
-            p.losses[row] = 0.0f;
-            if (p.statistics != nullptr) p.statistics[row] = p.statistics[p.rows + row] = 0.0f;
-        }
-        return;
-    }
-    const auto columns = static_cast<uint32_t>(p.columns);
-    const In* x = static_cast<const In*>(p.logits) + row * p.columns;
-    const Span span = Span::of(x, x, columns);
-    const bool adds = p.smoothing != 0.0f;
-    float origin = adds && columns != 0 ? to_float(x[0]) : 0.0f;
-    if (!isfinite(origin)) origin = 0.0f;
-
+__device__ Sums thread_sums(const In* x, const Span& span, bool adds, float origin) {
     Sums own;
     constexpr uint32_t kStep = kBatch * kRowThreads;
     uint32_t at = threadIdx.x;
@@ -149,7 +130,30 @@ __device__ void cross_entropy(const CrossEntropyParams& p) {
         const float value[1] = {to_float(x[span.single(i)])};
         own.take(value, adds, origin);
     }
+    return own;
+}
 
+template <Floating In>
+__device__ void cross_entropy(const CrossEntropyParams& p) {
+    __shared__ float scratch[3][kRowThreads / 32];
+    const uint64_t row = blockIdx.x;
+    const bool whole = p.losses != nullptr;
+    const int64_t target = whole ? p.target[row] : 0;
+    if (whole && target == p.ignored) {
+        if (threadIdx.x == 0) {
+            p.losses[row] = 0.0f;
+            if (p.statistics != nullptr) p.statistics[row] = p.statistics[p.rows + row] = 0.0f;
+        }
+        return;
+    }
+    const auto columns = static_cast<uint32_t>(p.columns);
+    const In* x = static_cast<const In*>(p.logits) + row * p.columns;
+    const Span span = Span::of(x, x, columns);
+    const bool adds = p.smoothing != 0.0f;
+    float origin = adds && columns != 0 ? to_float(x[0]) : 0.0f;
+    if (!isfinite(origin)) origin = 0.0f;
+
+    const Sums own = thread_sums(x, span, adds, origin);
     const float largest = block_max<kRowThreads>(own.largest, scratch[0]);
     const float sum = block_sum(own.sum * expf(own.largest - Sums::base(largest)), scratch[1]);
     const float total = adds ? block_sum(own.total, scratch[2]) + p.columns * (origin - Sums::base(largest)) : 0.0f;
@@ -182,8 +186,8 @@ __device__ void cross_entropy_bwd(const CrossEntropyBwdParams& p) {
     const bool is_ignored = target == p.ignored;
     const float largest = p.statistics[row], log_sum = p.statistics[p.rows + row];
     const float grad = p.grad[row * p.grad_stride];
-    const float uniform = p.smoothing == 0.0f ? 0.0f
-                                              : p.smoothing / (p.vocabulary == nullptr ? p.columns : *p.vocabulary);
+    const float uniform =
+        p.smoothing == 0.0f ? 0.0f : p.smoothing / (p.vocabulary == nullptr ? p.columns : *p.vocabulary);
     const float chosen = 1.0f - p.smoothing;
     const auto value = [&](float logit, uint32_t column) {
         float share = expf((logit - largest) - log_sum) - uniform;

@@ -1,4 +1,4 @@
-"""Recomputation of what runs inside of nodes of Python: chains with other modules' operations, and layers that recompute."""
+"""Recomputation of what runs inside of nodes of Python: chains with operations of others, layers that recompute."""
 
 import copy
 

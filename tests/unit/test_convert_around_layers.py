@@ -106,7 +106,7 @@ def test_the_report_names_what_is_around_the_layers():
     assert model.loss_function is not causal_loss
     te_fast.convert(model)
     assert model.loss_function is causal_loss
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # noqa: S301
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert twin.loss_function is causal_loss
         assert torch.equal(*(m(TOKENS, labels=LABELS).loss for m in (model, twin)))
     te_fast.convert.undo(model)

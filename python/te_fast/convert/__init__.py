@@ -325,7 +325,8 @@ def convert(
     """Let a model's modules compute by te_fast's layers.
 
     Four kinds of modules get another ``forward``: decoder layers like those of Llama, Mistral and Qwen, experts like
-    those of Mixtral, norms with the linear layers behind them in ``torch.nn.Sequential``, and all linear layers.
+    those of Mixtral, norms with the linear layers behind them in ``torch.nn.Sequential``, and all linear layers. Around
+    decoder layers of Transformers' models, the mask, the angles, the last norm and the loss are replaced, too.
     Modules, parameters, names and states stay as they are. In ``te_fast.pytorch.autocast`` the modules compute in FP8,
     elsewhere in the parameters' type. ``convert`` recognises a block by its parts and then tries it with random
     parameters; a block that computes something else stays as it is.
@@ -336,6 +337,7 @@ def convert(
         The model, on its device, before ``torch.compile`` and before sharding by FSDP2.
     exclude : iterable of str
         Names of modules to leave as they are: the whole path, or its last part. By default, layers that compute logits.
+        ``"loss_function"`` names the loss.
     dry_run : bool, default = False
         Return the report and change nothing.
 

@@ -1,8 +1,8 @@
 """Causal masks of Transformers' models.
 
 Transformers passes attention no mask that would only hide later tokens, since attention hides these by itself, faster.
-But position numbers, even the model's own, could be those of packed sequences. To find that out, a forward waits for the
-GPU. In a trace, or under capture, where it cannot wait, Transformers makes the mask.
+But position numbers, even the model's own, could be those of packed sequences. To find that out, a forward waits for
+the GPU. In a trace, or under capture, where it cannot wait, Transformers makes the mask.
 
 A converted model that numbers the tokens itself passes an empty mask to Transformers, which hands a mask of four
 dimensions to the decoder layers as it is. The converted layers take the empty mask for none. A graph of

@@ -30,7 +30,7 @@ _call = _Call()
 
 @contextmanager
 def positions_of(*, model: bool) -> Iterator[None]:
-    """Note for a while whether the model numbers the tokens itself, so that calls of one length have equal positions."""
+    """Note for a while whether the model numbers the tokens itself: calls of one length then have equal positions."""
     before, _call.has_own_positions = _call.has_own_positions, model
     try:
         yield

@@ -103,9 +103,7 @@ class _PartLosses(torch.autograd.Function):
         _refuse_overwritten(ctx)
         logits, column, statistics, vocabulary = ctx.saved_tensors
         if has_kernels(logits):
-            result = _native_gradient(
-                ctx, logits, column, statistics, grad, vocabulary, _NO_TARGET
-            )
+            result = _native_gradient(ctx, logits, column, statistics, grad, vocabulary, _NO_TARGET)
         else:
             result = _torchs_gradient(ctx, logits, column, statistics, grad, vocabulary)
         return result, None, None, None, None
@@ -240,8 +238,9 @@ def parallel_cross_entropy(
 ) -> torch.Tensor:
     """Return the cross entropy of logits, computed in FP32.
 
-    On one rank forward keeps the gradient of the logits, in FP32, and nothing else. If ranks share the vocabulary, the
-    loss takes two small reductions, and backward computes the softmax again instead of keeping it.
+    One kernel reads the logits for the losses, and another one for the gradient, in the logits' own type: nothing of
+    the logits' size is kept but the logits themselves, which must not change before backward. If ranks share the
+    vocabulary, the loss takes two small reductions.
 
     Parameters
     ----------
@@ -249,7 +248,8 @@ def parallel_cross_entropy(
         Logits ``(..., vocabulary)``; with several ranks, each has a share of the columns, in the order of ranks. Shares
         may be of different width.
     target : torch.Tensor
-        Integers ``(...)``, numbers in the whole vocabulary. With several ranks the loss of another number is infinite.
+        Integers ``(...)``, numbers in the whole vocabulary. With several ranks, and on a GPU, the loss of another
+        number is infinite.
     label_smoothing : float, default = 0.0
         Probability that is spread over the whole vocabulary.
     reduce_loss : bool, default = False

@@ -81,7 +81,13 @@ fn forward<T: Real + Sync>(p: &CrossEntropyParams<'_>) {
     if whole {
         write(p.losses.slice_mut::<f32>(rows), 0);
     }
-    for part in 0..if p.statistics.is_null() { 0 } else if whole { 2 } else { 3 } {
+    for part in 0..if p.statistics.is_null() {
+        0
+    } else if whole {
+        2
+    } else {
+        3
+    } {
         write(p.statistics.offset(4 * rows * part).slice_mut::<f32>(rows), part + 1);
     }
 }
@@ -109,7 +115,9 @@ fn backward<T: Real>(p: &CrossEntropyBwdParams<'_>) {
             if let Some(value) = usize::try_from(target).ok().and_then(|at| values.get_mut(at)) {
                 *value -= 1.0 - p.smoothing;
             }
-            values.iter_mut().for_each(|value| *value *= grad);
+            for value in &mut values {
+                *value *= grad;
+            }
         }
         let to = p.dlogits.offset(place).slice_mut::<T>(columns);
         to.iter_mut().zip(&values).for_each(|(to, &value)| *to = T::from_f32(value));

@@ -73,7 +73,6 @@ pub(crate) fn cross_entropy_part<'py>(logits: &Bound<'py, PyAny>, smoothing: f32
 /// The gradient of logits in `dlogits`, which may be the logits. `grad` has one number for each row, or the same for all.
 #[pyfunction]
 #[pyo3(signature = (logits, target, statistics, grad, vocabulary, dlogits, ignored, smoothing, /))]
-#[expect(clippy::too_many_arguments, reason = "Python's arguments")]
 pub(crate) fn cross_entropy_backward(
     logits: &Bound<'_, PyAny>,
     target: &Bound<'_, PyAny>,

@@ -355,9 +355,8 @@ pub(crate) fn program_run_forward<'py>(
             None => present_parameters(program)?,
         };
         let wants = input_needs_grad || parameters_need_grad || extra_need_grad.iter().any(|&wanted| wanted);
-        let mut call =
-            Call::new(state, (program, owner), x, (&extras, &params), (is_first_microbatch.into(), version))
-                .beside(Transfers::new(transfers));
+        let mut call = Call::new(state, (program, owner), x, (&extras, &params), (is_first_microbatch.into(), version))
+            .beside(Transfers::new(transfers));
         // A forward that is recomputed later with gradients is fused as in the recomputation, so that the bits are equal.
         let recomputes = !wants && state.dispatcher(py)?.0.autocast.recomputes();
         let of_extras = extra_need_grad.iter().map(|&wanted| wanted || recomputes).collect();

@@ -89,7 +89,8 @@ pub(crate) fn quantize_ahead(py: Python<'_>, training: bool) -> PyResult<()> {
         let generation = if region.recipe.is_delayed() { dispatcher.forward_generation } else { 0 };
         (region, (generation, dispatcher.cache_epoch, dispatcher.optimizer_steps))
     };
-    let due = TOGETHER.try_lock().map_or_else(|_| Vec::new(), |together| together.due(region.epoch, training, wanted.2));
+    let due =
+        TOGETHER.try_lock().map_or_else(|_| Vec::new(), |together| together.due(region.epoch, training, wanted.2));
     for (kind, member) in due {
         launch_ahead(state, py, &kind, &member, wanted).map_err(|failure| failure.named(None))?;
     }
