@@ -98,7 +98,6 @@ __all__ = [
     "program_run_backward",
     "program_run_forward",
     "quantize",
-    "quantize_ahead",
     "quantize_groups",
     "quantize_whole",
     "record",
@@ -803,7 +802,6 @@ def quantize(
     dbias: bool,
     /,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]: ...
-def quantize_ahead(training: bool, /) -> None: ...
 def quantize_groups(
     x: Tensor,
     splits: Tensor | None,

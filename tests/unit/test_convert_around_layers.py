@@ -11,8 +11,6 @@ import torch
 
 import te_fast
 import te_fast.pytorch as te
-from te_fast import dispatch
-from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from te_fast.convert.loss import causal_loss
 from te_fast.runtime.compiling import CAN_COMPILE
 
@@ -238,68 +236,6 @@ def test_a_forward_does_not_look_for_packed_sequences(monkeypatch):
     apart = model(TOKENS, position_ids=packed).logits
     assert calls
     assert not torch.allclose(apart, wanted, atol=1e-3)
-
-
-RECIPES = {
-    "delayed": (DelayedScaling, "cast_many_f32_e4m3"),
-    "current": (Float8CurrentScaling, "cast_current_many_f32_e4m3"),
-    "block": (Float8BlockScaling, "cast_block_many_f32_e4m3"),
-}
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_weights_are_quantised_where_a_model_begins(name, monkeypatch):
-    """The GPU quantises while the host prepares the first layer; the numbers are those of one launch at the layer."""
-    recipe, kernel = RECIPES[name]
-    found = []
-    for is_ahead in (True, False):
-        model = made(use_cache=False)
-        te_fast.convert(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        names = []
-        order: list[str] = []
-        if not is_ahead:
-            monkeypatch.setattr(te_fast.convert.masks.native, "quantize_ahead", lambda _: None)
-        for _ in range(3):
-            optimizer.zero_grad()
-            with dispatch.record() as launches, te.autocast(recipe=recipe()):
-                loss = model(TOKENS, labels=LABELS).loss
-            names = [launch.name for launch in launches]
-            loss.backward()
-            optimizer.step()
-            order.append(str(loss.item()))
-        assert names.count(kernel) == 1
-        assert (names[0] == kernel) or not is_ahead
-        found.append(order)
-    assert found[0] == found[1]
-
-
-def test_weights_of_a_layer_with_hooks_are_not_quantised_ahead():
-    model = made(use_cache=False)
-    te_fast.convert(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    calls = []
-    layer = model.model.layers[0]
-    with torch.no_grad():
-        doubled = {name: 2 * p for name, p in layer.named_parameters()}
-
-    def write(module, _):
-        calls.append(1)
-        for key, parameter in module.named_parameters():
-            parameter.data.copy_(doubled[key])
-
-    for _ in range(2):
-        optimizer.zero_grad()
-        with te.autocast(recipe=Float8CurrentScaling()):
-            model(TOKENS, labels=LABELS).loss.backward()
-        optimizer.step()
-    layer.register_forward_pre_hook(write)
-    twin = copy.deepcopy(model)
-    with te.autocast(recipe=Float8CurrentScaling()):
-        loss = model(TOKENS, labels=LABELS).loss
-    te_fast.convert.undo(twin)
-    assert len(calls) == 1
-    assert abs(loss.item() - twin(TOKENS, labels=LABELS).loss.item()) < 0.05 * loss.item()
 
 
 @compiles

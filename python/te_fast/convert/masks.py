@@ -22,7 +22,6 @@ from torch.compiler import is_compiling
 from te_fast.convert.forwards import DecoderForward, OwnedForward
 from te_fast.convert.known import implementation_of
 from te_fast.convert.rotary import positions_of
-from te_fast.runtime import native
 from te_fast.runtime.compiling import is_exporting
 
 
@@ -73,8 +72,6 @@ class CausalForward(OwnedForward):
             given["attention_mask"] = torch.empty((1, 1, 0, 0), dtype=torch.bool)
         if is_compiling():
             return type(owner).forward(owner, *places, **given)
-        if not owner.layers[0]._forward_pre_hooks:  # a hook may still write to weights
-            native.quantize_ahead(torch.is_grad_enabled())
         with positions_of(model=needs_none):
             return type(owner).forward(owner, *places, **given)
 

@@ -117,8 +117,6 @@ mod _native {
     #[pymodule_export]
     use crate::program::steps::ProgramSteps;
     #[pymodule_export]
-    use crate::program::together::quantize_ahead;
-    #[pymodule_export]
     use crate::program::weight::WeightHandle;
     #[pymodule_export]
     use crate::tensor::handed::install_tensors;

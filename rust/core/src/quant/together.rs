@@ -84,17 +84,6 @@ impl<T> Together<T> {
             && same.all(|group| group.steps != steps)
     }
 
-    /// The kinds of a region's epoch that are due, and one member of each.
-    #[must_use]
-    pub fn due(&self, epoch: u64, training: bool, steps: u64) -> Vec<(Kind, T)>
-    where
-        T: Clone,
-    {
-        let of_region = |kind: &Kind| (kind.epoch, kind.training) == (epoch, training) && self.is_due(kind, steps);
-        let groups = self.0.iter().filter(|group| of_region(&group.kind));
-        groups.filter_map(|group| Some((group.kind, group.members.first()?.clone()))).collect()
-    }
-
     /// Begins a launch; returns its members, and the unused members of the last one.
     pub fn begin(&mut self, kind: &Kind, steps: u64) -> (Vec<T>, Vec<T>) {
         let Some(group) = self.0.iter_mut().find(|group| group.kind == *kind) else { return Default::default() };
@@ -174,17 +163,6 @@ mod tests {
         let _ = together.begin(&kind(false), 5);
         assert!(!together.is_due(&kind(true), 5));
         assert!(together.is_due(&kind(true), 6));
-    }
-
-    #[test]
-    fn kinds_of_a_region_are_due_together() {
-        let mut together = with(&[1, 2]);
-        assert_eq!(together.due(1, true, 1), vec![(kind(true), 1)]);
-        for (epoch, training, steps) in [(2, true, 1), (1, false, 1), (1, true, 0)] {
-            assert!(together.due(epoch, training, steps).is_empty());
-        }
-        let _ = together.begin(&kind(true), 1);
-        assert!(together.due(1, true, 1).is_empty());
     }
 
     #[test]

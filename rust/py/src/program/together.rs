@@ -9,9 +9,7 @@ use std::sync::{Arc, Mutex};
 use pyo3::intern;
 use pyo3::prelude::*;
 use smallvec::SmallVec;
-use te_fast_core::base::dtype::Device;
 use te_fast_core::base::pointer::DevPtr;
-use te_fast_core::cuda::device::is_capturing;
 use te_fast_core::ops::cast_many::ManyScales;
 use te_fast_core::program::WeightCast;
 use te_fast_core::quant::cache::Former;
@@ -29,7 +27,7 @@ use crate::program::weight::{OpSlots, WeightHandle, recycle};
 use crate::program::weight_memory::{
     CachedWeight, Wanted, WeightMemory, is_gone, make_weights, share_with, weight_buffer,
 };
-use crate::torch::process::{State, state};
+use crate::torch::process::State;
 use crate::torch::reader::instance_dict;
 
 /// Which weights are quantised together. Nobody waits here: who finds it in use quantises alone.
@@ -66,54 +64,6 @@ pub(crate) fn ready(
     }
     launch(state, handle.py(), (&kind, cast), wanted)?;
     take(state, handle, wanted, place)
-}
-
-/// Quantises the weights that the last step used, in front of the first call for one of them, if an optimizer has stepped.
-///
-/// `te_fast.convert` calls it where a model begins: the GPU quantises while the host prepares the first layer.
-#[pyfunction]
-#[pyo3(signature = (training, /))]
-pub(crate) fn quantize_ahead(py: Python<'_>, training: bool) -> PyResult<()> {
-    let state = state(py)?;
-    let (region, wanted) = {
-        let dispatcher = &mut state.dispatcher(py)?.0;
-        let region = *dispatcher.autocast.current();
-        let may_run = region.enabled
-            && !region.graph
-            && !dispatcher.graph_phase
-            && !dispatcher.autocast.recomputes()
-            && dispatcher.config.weights_together;
-        if !may_run {
-            return Ok(());
-        }
-        let generation = if region.recipe.is_delayed() { dispatcher.forward_generation } else { 0 };
-        (region, (generation, dispatcher.cache_epoch, dispatcher.optimizer_steps))
-    };
-    let due =
-        TOGETHER.try_lock().map_or_else(|_| Vec::new(), |together| together.due(region.epoch, training, wanted.2));
-    for (kind, member) in due {
-        launch_ahead(state, py, &kind, &member, wanted).map_err(|failure| failure.named(None))?;
-    }
-    Ok(())
-}
-
-fn launch_ahead(
-    state: &State,
-    py: Python<'_>,
-    kind: &Kind,
-    member: &Member,
-    (generation, cache_epoch, optimizer_steps): (u64, u64, u64),
-) -> Result<(), Failure> {
-    let Place { device, stream } = kind.place;
-    if state.reader.stream(py, device)? != stream || (device != Device::Cpu && is_capturing(stream)?) {
-        return Ok(());
-    }
-    let Some(handle) = member.handle::<WeightHandle>(py)? else { return Ok(()) };
-    let of_last = handle.try_borrow()?.joining.as_ref().map(|joining| (joining.record, joining.cast));
-    let Some((record, cast)) = of_last else { return Ok(()) };
-    let _guard = state.guard(py, device)?;
-    let wanted = WeightRecord { generation, cache_epoch, optimizer_steps, ..record };
-    launch(state, py, (kind, &cast), &wanted)
 }
 
 fn take(
