@@ -95,12 +95,13 @@ def test_the_report_names_what_is_around_the_layers():
     model = made()
     report = te_fast.convert(model, dry_run=True)
     expected = {
-        "loss_function": "loss",
+        "": "loss",
         "model": "causal mask",
         "model.norm": "norm",
         "model.rotary_emb": "rotary embedding",
     }
     assert expected.items() <= report.converted.items()
+    assert [*report.converted.values()].count("loss") == 1  # the inner model has none
     assert model.loss_function is not causal_loss
     te_fast.convert(model)
     assert model.loss_function is causal_loss
@@ -115,16 +116,28 @@ def test_the_report_names_what_is_around_the_layers():
 @pytest.mark.parametrize("name", ["loss_function", "norm", "rotary_emb", "model"])
 def test_excluded_parts_stay(name):
     model = made()
-    converted = te_fast.convert(model, exclude=[name]).converted
-    assert not any(name in path.split(".") for path in converted)
+    report = te_fast.convert(model, exclude=[name])
+    assert not any(name in path.split(".") for path in report.converted)
+    # Layers within an excluded module stay, too, and with them the loss.
+    assert (model.loss_function is causal_loss) == (name not in ("loss_function", "model"))
+    assert not report.unmatched
     assert model(TOKENS, labels=LABELS).loss.isfinite()
 
 
 def test_a_loss_of_the_users_stays():
     model = made()
     model.loss_function = lambda **_: torch.zeros(())
-    assert "loss_function" not in te_fast.convert(model).converted
+    assert "" not in te_fast.convert(model).converted
     assert model(TOKENS, labels=LABELS).loss == 0
+
+
+def test_releases_without_a_place_for_a_loss_keep_theirs(monkeypatch):
+    model = made()
+    own = transformers.loss.loss_utils.ForCausalLMLoss
+    monkeypatch.setattr(
+        transformers.PreTrainedModel, "loss_function", property(lambda _: staticmethod(own))
+    )
+    assert "" not in te_fast.convert(model).converted
 
 
 def test_a_norm_that_changes_later_computes_what_it_would():

@@ -215,7 +215,8 @@ def test_a_model_of_transformers_is_shown_by_its_layers():
     config = transformers.LlamaConfig(vocab_size=32, num_hidden_layers=2, **sizes)
     sketch = Sketch(transformers.LlamaForCausalLM(config))
     assert {str(owner): what for owner, (what, _) in sketch.kinds.items()} == {
-        "model.layers.* (LlamaDecoderLayer)": "decoder layer (not tried)"
+        "model.layers.* (LlamaDecoderLayer)": "decoder layer (not tried)",
+        "model.norm (LlamaRMSNorm)": "norm",
     }
 
 

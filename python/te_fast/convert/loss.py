@@ -23,12 +23,16 @@ def has_causal_loss(model: Any) -> bool:
         Any module.
     """
     transformers: Any = sys.modules.get("transformers")
-    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
-        return False
-    if KEY in model.__dict__ or not hasattr(type(model), "loss_function"):
-        return False
     theirs: Any = sys.modules.get("transformers.loss.loss_utils")
-    return theirs is not None and model.loss_function is theirs.ForCausalLMLoss
+    if transformers is None or theirs is None:
+        return False
+    if not isinstance(model, transformers.PreTrainedModel) or KEY in model.__dict__:
+        return False
+    # Earlier releases have no place for another loss.
+    if getattr(getattr(type(model), "loss_function", None), "fset", None) is None:
+        return False
+    kind = getattr(model, "loss_type", None)
+    return theirs.LOSS_MAPPING.get(kind) is theirs.ForCausalLMLoss
 
 
 def causal_loss(

@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from te_fast.convert import convert
-from te_fast.convert.masks import CausalForward
+from te_fast.convert import PARTS, convert
 from te_fast.doctor.trace import Owner
 from te_fast.doctor.watch import Example, Shape
 from te_fast.errors import TeFastError
@@ -107,8 +106,8 @@ class Sketch:
         except TeFastError as error:
             self.why = str(error)
             return
-        # A model whose mask changes computes by the layers within.
-        computing = [name for name, what in converted.items() if what != CausalForward.what]
+        # A model whose mask or loss changes computes by the layers within.
+        computing = [name for name, what in converted.items() if what not in PARTS]
         for name in computing:
             if not any(other != name and _is_in(name, other) for other in computing):
                 self._add(name, converted[name])
