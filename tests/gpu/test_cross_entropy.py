@@ -127,6 +127,23 @@ def test_parts_of_rows(smoothing):
     torch.testing.assert_close(total.double(), wanted, rtol=1e-5, atol=1e-3)
 
 
+def test_the_gradient_of_a_part():
+    """A rank's columns of a vocabulary of 4000, whose targets may be elsewhere (-1)."""
+    logits, target, grad = problem(40, 1000, torch.float32)
+    target[target == -100] = -1
+    largest = logits.amax(1) + 1.0  # another rank's
+    log_sum = (logits - largest[:, None]).exp().sum(1).mul(3.0).log()
+    vocabulary = torch.tensor(4000.0, device="cuda")
+    found = torch.full_like(logits, torch.nan)
+    statistics = torch.stack([largest, log_sum])
+    given = (logits, target, statistics, grad, vocabulary, found, -(2**63), 0.2)
+    native.cross_entropy_backward(*given)
+    share = (logits.double() - largest[:, None] - log_sum[:, None]).exp() - 0.2 / 4000
+    here = target >= 0
+    share[here, target[here]] -= 0.8
+    torch.testing.assert_close(found.double(), share * grad[:, None], rtol=1e-5, atol=1e-6)
+
+
 def test_a_graph_of_the_users():
     logits, target, grad = problem(64, 32000, torch.bfloat16)
     leaf = logits.detach().requires_grad_()

@@ -196,6 +196,8 @@ def test_angles_of_given_positions_are_computed_again(rotary):
     assert not torch.allclose(others.logits, own)
     assert torch.equal(model(TOKENS).logits, own)
     assert len(calls) == 3
+    model(TOKENS, cache_position=torch.arange(16))  # numbers tokens in earlier releases
+    assert len(calls) == 4
 
 
 def test_angles_follow_the_frequencies(rotary):

@@ -6,7 +6,6 @@ import sys
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 from te_fast.losses.cross_entropy import parallel_cross_entropy
 
@@ -72,7 +71,8 @@ def causal_loss(
         A number in FP32.
     """
     if shift_labels is None:
-        shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        shift_labels = labels.roll(-1, -1)
+        shift_labels[..., -1:] = ignore_index
     targets = shift_labels.reshape(-1).to(logits.device)
     losses = parallel_cross_entropy(
         logits.reshape(-1, vocab_size), targets, ignore_idx=ignore_index

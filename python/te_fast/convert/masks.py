@@ -24,6 +24,9 @@ from te_fast.convert.known import implementation_of
 from te_fast.convert.rotary import positions_of
 from te_fast.runtime.compiling import is_exporting
 
+#: Arguments by which a caller numbers or hides tokens; earlier releases of Transformers take ``cache_position``.
+_OF_CALLERS = ("attention_mask", "position_ids", "cache_position", "past_key_values")
+
 
 def makes_masks(model: Any) -> bool:
     """Tell whether a module is a model of Transformers that makes the same masks for all of its decoder layers.
@@ -80,7 +83,7 @@ class CausalForward(OwnedForward):
             return False
         if implementation_of(owner) != "sdpa":
             return False
-        for name in ("attention_mask", "position_ids", "past_key_values"):
+        for name in _OF_CALLERS:
             if given.get(name) is not None:
                 return False
         return all(
