@@ -108,7 +108,7 @@ def main() -> None:
             gc.collect()
             torch.cuda.empty_cache()
         show(f"Llama ({source()}), layers x hidden x batch x tokens {shown}", columns, rows)
-    write("hf_llama", args, results)
+        write("hf_llama", args, results)
 
 
 if __name__ == "__main__":

@@ -229,7 +229,7 @@ def main() -> None:
             rows.append((name, *(f"{v:.2f} ({v / base[key]:.2f})" for key, v in values.items())))
         columns = ("way", *base)
         show(f"{args.layers} layers, {tokens} tokens; over torch eager in brackets", columns, rows)
-    write("transformer_layer", args, results, failures)
+        write("transformer_layer", args, results, failures)
 
 
 if __name__ == "__main__":
