@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 import te_fast
 import te_fast.pytorch as te
 from te_fast.convert.loss import causal_loss
+from te_fast.errors import UnsupportedError
 from te_fast.runtime.compiling import CAN_COMPILE
 
 pytestmark = pytest.mark.every_torch  # the import of transformers alone takes seconds
@@ -220,6 +222,43 @@ def test_angles_of_inference_do_not_reach_training(rotary):
         model(TOKENS)
     model(TOKENS, labels=LABELS).loss.backward()
     assert 2 <= len(calls) <= 4
+
+
+def test_angles_that_a_hook_writes_to_are_not_kept(rotary):
+    model, _ = rotary
+    own = model(TOKENS).logits
+
+    def halve(module, args, waves):
+        waves[0].mul_(0.5)
+
+    handle = model.model.rotary_emb.register_forward_hook(halve)
+    halves = [model(TOKENS).logits for _ in range(2)]
+    assert torch.equal(*halves)
+    assert not torch.allclose(halves[0], own)
+    handle.remove()
+    assert torch.equal(model(TOKENS).logits, own)
+
+
+def test_angles_of_fake_tensors_do_not_reach_real_ones(rotary):
+    model, _ = rotary
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        model(mode.from_tensor(TOKENS))
+    logits = model(TOKENS).logits
+    te_fast.convert.undo(model)
+    torch.testing.assert_close(logits, model(TOKENS).logits)
+
+
+def test_a_transform_is_refused_by_name(rotary):
+    model, _ = rotary
+    parameters = {name: value.detach() for name, value in model.named_parameters()}
+
+    def loss(parameters):
+        options = {"labels": LABELS, "use_cache": False}
+        return torch.func.functional_call(model, parameters, (TOKENS,), options).loss
+
+    with pytest.raises(UnsupportedError, match="torch.func transforms"):
+        torch.func.grad(loss)(parameters)
+    assert model(TOKENS, labels=LABELS).loss.isfinite()
 
 
 def test_angles_that_depend_on_the_length_are_left_to_the_model():

@@ -157,14 +157,13 @@ class LastWaves:
 
     def __init__(self) -> None:
         # One assignment, since another thread may run between any two statements.
-        self._last: tuple[tuple[weakref.ref[torch.Tensor], ...], Any, Waves] | None
-        self._last = None
+        self._last: tuple[tuple[weakref.ref[Any], ...], Any, Waves, tuple[int, int]] | None = None
 
     def of(
         self, angles: tuple[torch.Tensor, ...], key: tuple[Any, ...], make: Callable[[], Waves]
     ) -> Waves:
         """Return the kept result of `make` if key and tensors are the same and unchanged, else call `make`."""
-        if is_compiling():
+        if not is_unseen():  # tensors of a trace or a transform mean nothing outside of it
             return make()
         stamps = []
         for t in angles:
@@ -173,21 +172,22 @@ class LastWaves:
             stamps += [t._version, t.data_ptr()]
         stream = None
         if angles[0].is_cuda:
-            if (
-                torch.cuda.is_current_stream_capturing()
-            ):  # a tensor of a graph has its values only after the graph has run
+            # A tensor of a graph has its values only after the graph has run.
+            if torch.cuda.is_current_stream_capturing():
                 return make()
             # Another stream would not wait for this one.
             stream = torch._C._cuda_getCurrentRawStream(angles[0].device.index)
         now = (key, stream, stamps)
         last = self._last
         if last is not None:
-            refs, then, waves = last
-            if then == now and all(map(_refers_to, refs, angles)):
+            refs, then, waves, versions = last
+            is_same = versions == (waves[0]._version, waves[1]._version)  # a hook may write to them
+            if is_same and then == now and all(map(_refers_to, refs, angles)):
                 return waves
         waves = make()
         if not waves[0].is_inference():  # a backward could not save inference tensors
-            self._last = (tuple([weakref.ref(t) for t in angles]), now, waves)
+            versions = waves[0]._version, waves[1]._version
+            self._last = (tuple([weakref.ref(t) for t in angles]), now, waves, versions)
         return waves
 
 
