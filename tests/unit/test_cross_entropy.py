@@ -1,5 +1,6 @@
 """Cross entropy against FP64 logarithms of softmax, on one rank and with a vocabulary that ranks share."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -202,6 +203,31 @@ def test_strided_logits_of_other_types(dtype):
     assert torch.allclose(leaf.grad.transpose(1, 2).double(), gradient.double(), atol=1e-3)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_transposed_logits(dtype):
+    target = torch.tensor([0, 5, IGNORED])
+    logits = torch.randn(6, 3).to(dtype).requires_grad_()
+    rows = logits.detach().t().contiguous().requires_grad_()
+    for leaf, given in ((logits, logits.t()), (rows, rows)):
+        parallel_cross_entropy(given, target, 0.1, ignore_idx=IGNORED).sum().backward()
+        assert leaf.grad is not None
+    assert torch.equal(logits.grad.t(), rows.grad)
+
+
+def test_transforms_allocate_the_gradient():
+    logits, target = torch.randn(3, 4), torch.tensor([0, 1, -100])
+    kept = logits.clone()
+    found, known = (
+        torch.func.grad(lambda x, f=f: f(x, target).sum())(logits)
+        for f in (
+            partial(parallel_cross_entropy, overwrite_input=True),
+            partial(torch.nn.functional.cross_entropy, reduction="none"),
+        )
+    )
+    torch.testing.assert_close(found, known)
+    assert torch.equal(logits, kept)
+
+
 def test_without_gradients_nothing_is_kept():
     logits, target = torch.randn(3, 4), torch.tensor([0, -100, 2])
     expected = torch.nn.functional.cross_entropy(logits, target, reduction="none")
@@ -244,6 +270,12 @@ def test_what_does_not_fit_is_refused():
         parallel_cross_entropy(torch.ones(2, 4), torch.zeros(2, dtype=torch.long), None)
     with pytest.raises(DtypeError, match="ignore_idx must be an integer, got NoneType"):
         parallel_cross_entropy(torch.ones(1, 4), torch.zeros(1, dtype=torch.long), ignore_idx=None)
+    with pytest.raises(DtypeError, match="ignore_idx must be an integer, got Tensor"):
+        parallel_cross_entropy(
+            torch.ones(1, 4), torch.zeros(1, dtype=torch.long), ignore_idx=torch.tensor(3.0)
+        )
+    with pytest.raises(ArgumentError, match="ignore_idx must be an integer of 64 bits, got 9223"):
+        parallel_cross_entropy(torch.ones(1, 4), torch.zeros(1, dtype=torch.long), ignore_idx=2**63)
     with pytest.raises(DtypeError, match="complex64"):
         parallel_cross_entropy(torch.ones(2, 4), torch.zeros(2, dtype=torch.complex64))
 

@@ -95,8 +95,10 @@ def test_a_derivative_in_forward_mode_is_refused_by_name(kind, in_fp8):
 
 
 @TORCHS_WARNING
-@pytest.mark.parametrize("name", ["moe_permute", "moe_sort_chunks_by_index", "router"])
-def test_routing_has_no_derivative_in_forward_mode(name):
+@pytest.mark.parametrize(
+    "name", ["moe_permute", "moe_sort_chunks_by_index", "router", "parallel_cross_entropy"]
+)
+def test_functions_have_no_derivative_in_forward_mode(name):
     x = _tokens()
     calls = {
         "moe_permute": lambda x: te.moe_permute(x, torch.ones(16, 2, dtype=torch.bool)),
@@ -105,6 +107,9 @@ def test_routing_has_no_derivative_in_forward_mode(name):
         ),
         "router": lambda x: fused_topk_with_score_function(
             x, 2, False, None, None, None, "softmax", None
+        ),
+        "parallel_cross_entropy": lambda x: te.parallel_cross_entropy(
+            x, torch.zeros(16, dtype=torch.long)
         ),
     }
     with forward_ad.dual_level():

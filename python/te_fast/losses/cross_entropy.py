@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
 from typing import Any
 
@@ -22,7 +23,7 @@ from te_fast.runtime import native
 from te_fast.runtime.arguments import check_numbers
 from te_fast.runtime.collectives import check_is_group
 from te_fast.runtime.compiling import is_unseen
-from te_fast.runtime.second_order import differentiable_once
+from te_fast.runtime.second_order import differentiable_once, no_forward_mode
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 #: An ignored target that no tensor of targets has: other numbers than targets are ignored elsewhere.
@@ -31,6 +32,8 @@ _NO_TARGET = -(2**63)
 
 class _Losses(torch.autograd.Function):
     """Loss of each row of whole logits ``(rows, vocabulary)``; keeps the logits and two numbers per row."""
+
+    jvp = no_forward_mode("parallel_cross_entropy")
 
     @staticmethod
     def forward(
@@ -133,7 +136,9 @@ def _native_gradient(
     vocabulary: torch.Tensor | None,
     ignored: int,
 ) -> torch.Tensor:
-    result = logits.detach() if ctx.overwrites else torch.empty_like(logits)
+    # Transposed logits would lend the gradient their strides, and kernels write rows.
+    rows = torch.contiguous_format
+    result = logits.detach() if ctx.overwrites else torch.empty_like(logits, memory_format=rows)
     native.cross_entropy_backward(
         logits, target, statistics, grad, vocabulary, result, ignored, ctx.smoothing
     )
@@ -262,7 +267,7 @@ def parallel_cross_entropy(
         Has no effect: the function never waits for the GPU, so graphs can always capture it.
     overwrite_input : bool, default = False
         Backward writes the gradient to the memory of `inp`, which must be contiguous and must not be used afterwards.
-        Backward then runs only once. Compiled graphs allocate the gradient.
+        Backward then runs only once. Compiled graphs and transforms of ``torch.func`` allocate the gradient.
     _input : torch.Tensor, optional
         Deprecated name of `inp`.
 
@@ -279,7 +284,8 @@ def parallel_cross_entropy(
         If logits are not floating-point numbers, targets or `ignore_idx` are not integers, or `label_smoothing` is no
         number.
     ArgumentError
-        If `label_smoothing` is not from 0 to 1, or, on one rank and a CPU, a target is not in the vocabulary.
+        If `label_smoothing` is not from 0 to 1, `ignore_idx` has more than 64 bits, or, on one rank and a CPU, a target
+        is not in the vocabulary.
     RanksError
         If this rank is not in the group, or another rank is gone. Ranks do not compare how many rows they have, since
         the function would have to wait for the GPU.
@@ -303,10 +309,14 @@ def parallel_cross_entropy(
         message = "parallel_cross_entropy: _input is deprecated; give inp"
         warnings.warn(message, FutureWarning, stacklevel=2)
         inp = _input
-    _check(inp, target, label_smoothing, ignore_idx)
+    _check(inp, target, label_smoothing)
+    ignore_idx = _index_of(ignore_idx)
     columns = target.reshape(-1).long()
     rows = inp.reshape(columns.shape[0], inp.shape[-1])
-    overwrites = overwrite_input and not torch.compiler.is_compiling()
+    # Transforms of torch.func take no autograd function of this form.
+    overwrites = overwrite_input and not (
+        torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    )
     if overwrite_input and not inp.is_contiguous():
         message = (
             "parallel_cross_entropy: overwrite_input=True needs contiguous logits, got strides "
@@ -364,7 +374,22 @@ def _torchs_losses(
     )
 
 
-def _check(inp: Any, target: Any, smoothing: Any, ignored: Any) -> None:
+def _index_of(ignored: Any) -> int:
+    """Return the ignored target as an integer of 64 bits."""
+    if type(ignored) is not int:
+        try:
+            ignored = operator.index(ignored)
+        except TypeError as error:
+            got = f"{type(ignored).__name__} {ignored!r}"
+            message = f"parallel_cross_entropy: ignore_idx must be an integer, got {got}"
+            raise DtypeError(message) from error
+    if not -(2**63) <= ignored < 2**63:
+        message = f"parallel_cross_entropy: ignore_idx must be an integer of 64 bits, got {ignored}"
+        raise ArgumentError(message)
+    return ignored
+
+
+def _check(inp: Any, target: Any, smoothing: Any) -> None:
     if not (isinstance(inp, torch.Tensor) and isinstance(target, torch.Tensor)):
         message = (
             "parallel_cross_entropy: expected tensors of logits and of integers, got "
@@ -375,10 +400,6 @@ def _check(inp: Any, target: Any, smoothing: Any, ignored: Any) -> None:
     if not 0.0 <= smoothing <= 1.0:
         message = f"parallel_cross_entropy: label_smoothing must be from 0 to 1, got {smoothing}"
         raise ArgumentError(message)
-    if type(ignored) is not int and not hasattr(ignored, "__index__"):
-        got = f"{type(ignored).__name__} {ignored!r}"
-        message = f"parallel_cross_entropy: ignore_idx must be an integer, got {got}"
-        raise DtypeError(message)
     is_integer = not (target.is_floating_point() or target.is_complex())
     if not inp.is_floating_point() or not is_integer or target.dtype is torch.bool:
         message = f"parallel_cross_entropy: expected logits and integers, got {inp.dtype} and {target.dtype}"
