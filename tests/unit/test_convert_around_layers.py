@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensorMode
 import te_fast
 import te_fast.pytorch as te
 from te_fast.convert.loss import causal_loss
-from te_fast.errors import UnsupportedError
+from te_fast.errors import DeviceError, UnsupportedError
 from te_fast.runtime.compiling import CAN_COMPILE
 
 pytestmark = pytest.mark.every_torch  # the import of transformers alone takes seconds
@@ -155,6 +155,20 @@ def test_a_norm_that_changes_later_computes_what_it_would():
     norm.bfloat16()
     mixed = norm(x)  # FP32 by a weight of BF16
     assert torch.equal(mixed, type(norm).forward(norm, x))
+
+
+def test_a_model_on_the_meta_device_is_refused_by_name():
+    with torch.device("meta"):
+        model = made()
+    te_fast.convert(model)
+    with pytest.raises(DeviceError, match="parameters are on the meta device"):
+        model(TOKENS.to("meta"))
+    assert model.model.norm(torch.ones(2, 64, device="meta")).shape == (2, 64)
+    model.to_empty(device="cpu")
+    twin = made()
+    model.load_state_dict(twin.state_dict())
+    model.model.rotary_emb.inv_freq.copy_(twin.model.rotary_emb.inv_freq)
+    torch.testing.assert_close(model(TOKENS).logits, twin(TOKENS).logits)
 
 
 @pytest.fixture

@@ -282,6 +282,7 @@ class NormForward(OwnedForward):
             is_compiling()
             or x.dtype != owner.weight.dtype
             or x.dtype is torch.float64
+            or x.is_meta  # torch has no autocast there, and the norm's own forward computes shapes
             or torch.is_autocast_enabled(x.device.type)
             or any([getattr(module, name) != value for module, name, value in self._constants])
             or not self.tied.refresh()
@@ -573,7 +574,9 @@ class DecoderForward(OwnedForward):
 
     def _tail_for(self, hidden: torch.Tensor) -> Tail | None:
         """Return the program of the part behind attention; None if it does not support a call."""
-        if self.mlp is None or is_compiling() or torch.is_autocast_enabled(hidden.device.type):
+        if self.mlp is None or is_compiling() or hidden.is_meta:
+            return None
+        if torch.is_autocast_enabled(hidden.device.type):
             return None
         tail = self._find_tail()
         return tail if tail is not None and tail.takes(hidden) else None
