@@ -376,17 +376,16 @@ def _torchs_losses(
 
 def _index_of(ignored: Any) -> int:
     """Return the ignored target as an integer of 64 bits."""
-    if type(ignored) is not int:
-        try:
-            ignored = operator.index(ignored)
-        except TypeError as error:
-            got = f"{type(ignored).__name__} {ignored!r}"
-            message = f"parallel_cross_entropy: ignore_idx must be an integer, got {got}"
-            raise DtypeError(message) from error
-    if not -(2**63) <= ignored < 2**63:
-        message = f"parallel_cross_entropy: ignore_idx must be an integer of 64 bits, got {ignored}"
+    try:
+        index = operator.index(ignored)
+    except TypeError as error:
+        got = f"{type(ignored).__name__} {ignored!r}"
+        message = f"parallel_cross_entropy: ignore_idx must be an integer, got {got}"
+        raise DtypeError(message) from error
+    if not -(2**63) <= index < 2**63:
+        message = f"parallel_cross_entropy: ignore_idx must be an integer of 64 bits, got {index}"
         raise ArgumentError(message)
-    return ignored
+    return index
 
 
 def _check(inp: Any, target: Any, smoothing: Any) -> None:
