@@ -248,6 +248,17 @@ def test_a_logit_that_is_nan_stays_in_its_row():
     assert logits.grad.isnan().any(1).tolist() == [False, True, False]
 
 
+def test_targets_made_in_inference_mode():
+    with torch.inference_mode():
+        target = torch.tensor([0, 1, 2])
+    logits = torch.randn(3, 4, requires_grad=True)
+    wanted = torch.nn.functional.cross_entropy(logits, target.clone(), reduction="none")
+    losses = parallel_cross_entropy(logits, target)
+    losses.sum().backward()
+    torch.testing.assert_close(losses, wanted)
+    assert logits.grad.any()
+
+
 def test_the_old_name_of_the_logits():
     logits, target = torch.randn(3, 4), torch.tensor([0, 1, 2])
     with pytest.warns(FutureWarning, match="give inp"):

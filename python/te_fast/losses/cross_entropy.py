@@ -344,6 +344,8 @@ def _losses(
     if rows.device.type == "cpu":
         _check_targets(rows, columns, ignored)
     if torch.is_grad_enabled() and rows.requires_grad:
+        if columns.is_inference():  # torch saves no such tensor
+            columns = columns.clone()
         losses: torch.Tensor = _Losses.apply(rows, columns, smoothing, ignored, overwrites)
         return losses
     return native.cross_entropy_forward(rows, columns, ignored, smoothing, False)[0]
