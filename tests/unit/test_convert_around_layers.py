@@ -253,6 +253,7 @@ def test_angles_that_a_hook_writes_to_are_not_kept(rotary):
     assert torch.equal(model(TOKENS).logits, own)
 
 
+@compiles
 def test_angles_of_fake_tensors_do_not_reach_real_ones(rotary):
     model, _ = rotary
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
