@@ -49,7 +49,7 @@ struct CrossEntropyBwdParams {
 };
 static_assert(sizeof(CrossEntropyBwdParams) == kCrossEntropyBwdParamsBytes);
 
-constexpr int kBatch = 4;  // 16-bit vectors that a thread loads before it uses them
+constexpr int kBatch = 4;  // groups of eight elements that a thread loads before it uses them
 constexpr float kMinusInfinity = -__builtin_huge_valf();
 
 // The columns of a row that 16-byte accesses take, and the single ones at both ends.

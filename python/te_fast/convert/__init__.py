@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_fast.convert import known
+from te_fast.convert import loss as of_loss
 from te_fast.convert.experts import ExpertsForward, experts, is_experts, try_experts
 from te_fast.convert.forwards import (
     DecoderForward,
@@ -38,7 +39,6 @@ from te_fast.convert.forwards import (
     norm_and_mlp,
 )
 from te_fast.convert.known import Left, leave
-from te_fast.convert.loss import KEY as LOSS_KEY
 from te_fast.convert.loss import causal_loss, has_causal_loss
 from te_fast.convert.masks import CausalForward, makes_masks
 from te_fast.convert.packing import pack
@@ -55,10 +55,8 @@ __all__ = ["Report", "convert", "load_scaling_state", "main", "scaling_state", "
 
 #: Names of layers that compute logits: their rounding errors go straight into the loss.
 HEADS = ("lm_head", "embed_out", "output", "score", "classifier", "logits", "head")
-#: The name of a language model's loss in `exclude`.
-LOSS = "loss_function"
 #: What is replaced in a model, and is nothing by itself.
-PARTS = (CausalForward.what, RotaryForward.what, "loss")
+PARTS = (CausalForward.what, RotaryForward.what, of_loss.WHAT)
 #: The name of the model itself in messages.
 ROOT = "the model"
 _KEY = "forward"
@@ -153,7 +151,7 @@ class _Plan:
             for name, module in modules
             if decoders.intersection(module.modules())
             and has_causal_loss(module)
-            and not self._is_excluded(f"{name}.{LOSS}")
+            and not self._is_excluded(f"{name}.{of_loss.NAME}")
         ]
 
     def _take(self, name: str, module: torch.nn.Module, make: Any) -> None:
@@ -272,7 +270,7 @@ class _Plan:
         for _, module, forward in self.forwards:
             module.__dict__[_KEY] = forward
         for _, module in self.losses:
-            module.__dict__[LOSS_KEY] = causal_loss
+            module.__dict__[of_loss.KEY] = causal_loss
 
 
 def _expect_module(model: Any, function: str) -> None:
@@ -307,7 +305,7 @@ def _names(exclude: Any) -> tuple[str, ...]:
 def _unmatched(model: torch.nn.Module, exclude: tuple[str, ...]) -> tuple[str, ...]:
     """Return names that no module has; models have some of the default ones."""
     found = {part for name, _ in model.named_modules() for part in (name, *name.split("."))}
-    found.add(LOSS)
+    found.add(of_loss.NAME)
     return tuple(name for name in exclude if name not in found and name not in HEADS)
 
 
@@ -388,7 +386,7 @@ def convert(
     with autocast(enabled=False), quantized_model_init(enabled=False):
         plan = _Plan(model, names)
     converted = {name: _shown(module, forward) for name, module, forward in plan.forwards}
-    converted |= {name: PARTS[-1] for name, _ in plan.losses}
+    converted |= {name: of_loss.WHAT for name, _ in plan.losses}
     if not dry_run:
         plan.apply()
     return Report(converted, plan.left, dry_run, _unmatched(model, names))
@@ -449,9 +447,11 @@ def undo(model: torch.nn.Module) -> int:
         raise StateError(message)
     for module in found:
         del module.__dict__[_KEY]
-    losses = [module for module in model.modules() if module.__dict__.get(LOSS_KEY) is causal_loss]
+    losses = [
+        module for module in model.modules() if module.__dict__.get(of_loss.KEY) is causal_loss
+    ]
     for module in losses:
-        del module.__dict__[LOSS_KEY]
+        del module.__dict__[of_loss.KEY]
     return len(found) + len(losses)
 
 

@@ -9,7 +9,11 @@ import torch
 
 from te_fast.losses.cross_entropy import parallel_cross_entropy
 
-#: Where Transformers' models have a loss of their own instead of their type's.
+#: The loss in reports.
+WHAT = "loss"
+#: Its name in `exclude`, as Transformers' models call it.
+NAME = "loss_function"
+#: The attribute in which Transformers' models keep a loss of their own instead of their type's.
 KEY = "_loss_function"
 
 
@@ -53,7 +57,7 @@ def causal_loss(
     logits : torch.Tensor
         ``(batch, tokens, vocabulary)``.
     labels : torch.Tensor
-        Integers ``(batch, tokens)``; the labels of a token are those of the next one.
+        Integers ``(batch, tokens)``: the tokens. The logits of a token are compared with the token that follows.
     vocab_size : int
         The vocabulary.
     num_items_in_batch : int or torch.Tensor, optional
@@ -61,7 +65,7 @@ def causal_loss(
     ignore_index : int, default = -100
         Label without loss.
     shift_labels : torch.Tensor, optional
-        Labels that have been shifted already.
+        For each token the one that follows, in place of `labels`.
     **_
         Other arguments, which Transformers' loss ignores, too.
 

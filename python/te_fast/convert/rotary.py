@@ -46,7 +46,7 @@ def is_constant(module: Any) -> bool:
     module : torch.nn.Module
         Any module.
     """
-    if getattr(module, "rope_type", None) not in _CONSTANT or list(module._parameters):
+    if getattr(module, "rope_type", None) not in _CONSTANT or module._parameters:
         return False
     names = list(inspect.signature(type(module).forward).parameters)
     return names == ["self", "x", "position_ids"] and isinstance(

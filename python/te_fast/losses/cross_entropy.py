@@ -289,9 +289,8 @@ def parallel_cross_entropy(
     RanksError
         If this rank is not in the group, or another rank is gone. Ranks do not compare how many rows they have, since
         the function would have to wait for the GPU.
-
     UnsupportedError
-        If a gradient is to be differentiated again.
+        If a gradient is to be differentiated again, or logits have tangents of forward mode.
 
     See Also
     --------
