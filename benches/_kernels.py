@@ -25,7 +25,16 @@ REPEATS = 25
 #: The shape that bars are for.
 BARRED = (8192, 8192)
 #: Prefixes of the timed kernels of te_fast, and of a copy; the read that fills L2 is torch's.
-KERNELS = ("activation", "amax", "cast", "dequantize", "norm", "scale", "Memcpy DtoD")
+KERNELS = (
+    "activation",
+    "amax",
+    "cast",
+    "cross_entropy",
+    "dequantize",
+    "norm",
+    "scale",
+    "Memcpy DtoD",
+)
 
 Shape = tuple[int, ...]
 
