@@ -28,8 +28,13 @@ def compiled(function: Any, **options: Any) -> Any:
 
 def refusal_of(function: Any, *arguments: Any) -> str:
     """The error of a compiled call with its causes: in old releases of torch only a cause has the message."""
+    return error_of(compiled(function), *arguments)
+
+
+def error_of(function: Any, *arguments: Any) -> str:
+    """The error of a call with its causes."""
     with pytest.raises(Exception) as caught:
-        compiled(function)(*arguments)
+        function(*arguments)
     messages: list[str] = []
     error: BaseException | None = caught.value
     while error is not None:

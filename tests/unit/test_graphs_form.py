@@ -7,7 +7,7 @@ import torch
 import torch._dynamo
 
 import te_fast.pytorch as te
-from graphs import needs_compile
+from graphs import error_of, needs_compile
 from te_fast.common.recipe import DelayedScaling, Float8CurrentScaling
 from te_fast.errors import UnsupportedError
 
@@ -47,6 +47,25 @@ def test_layers_of_one_program_that_return_other_things_share_no_graph():
             assert torch.equal(eager[0], traced[0])
             assert traced[1] is layer.bias
     assert graphs() == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_layer_of_another_type_is_refused_as_in_eager(dtype):
+    """Torch does not look at parameters again while the dictionaries of their modules are the same."""
+    layers = torch.nn.Sequential(
+        te.Linear(32, 32, device="cpu"), te.LayerNormLinear(32, 32, device="cpu")
+    )
+    x = torch.randn(16, 32)
+    compiled = torch.compile(layers, fullgraph=True, backend="aot_eager")
+    for _ in range(3):
+        in_fp8(compiled, x)
+    layers.to(dtype)
+    assert "DtypeError" in error_of(in_fp8, layers, x)
+    assert "DtypeError" in error_of(in_fp8, compiled, x)
+    torch.compiler.reset()
+    x = x.to(dtype)
+    if dtype == torch.bfloat16:
+        assert torch.equal(in_fp8(compiled, x), in_fp8(layers, x))
 
 
 def test_a_changed_layer_gets_another_graph():

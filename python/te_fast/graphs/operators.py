@@ -448,7 +448,7 @@ def apply(
     text = getattr(traced, key)
     facts = facts_of(text)
     scales, ordered = _of_delayed(traced, owner, facts, x.device) if facts.is_delayed else ([], [])
-    kept = getattr(traced, facts.kept) if facts.kept else []
+    kept = [*getattr(traced, facts.kept)] if facts.kept else []
     main_grads = [main_grad_of(params[index][0], traced.name) for index in facts.fused]
     dummies = _dummies(facts, params)
     lists = [inputs[:1], given, parts, scales, ordered, kept, main_grads]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -18,8 +19,8 @@ from te_fast.runtime.global_state import FP8GlobalStateManager
 from te_fast.runtime.module_hooks import are_called_plainly
 
 _numbers = itertools.count(1)
-#: Programs by their numbers.
-_by_number: WeakValueDictionary[int, Traced] = WeakValueDictionary()
+#: Programs by their numbers. A compiler would look into a ``WeakValueDictionary``, which is code in Python.
+_by_number: dict[int, weakref.ref[Traced]] = {}
 #: Memory of kept weights, by their handles, then by device and bytes of both layouts. A handle notes what its memory
 #: holds, so all programs that have the weight must find that memory.
 _memory: WeakKeyDictionary[
@@ -148,8 +149,16 @@ def facts_of(text: str) -> Facts:
 facts_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-class Traced:
+def _forgetting(number: int) -> Callable[[object], object]:
+    pop = _by_number.pop  # the interpreter's end may clear this module first
+    return lambda _: pop(number, None)
+
+
+class Traced(torch.nn.Module):
     """A program in graphs.
+
+    It is a module, though it has neither parameters nor a forward, for the guards of compiled functions: torch compares
+    the versions of a module's dictionaries, and only if one has changed, everything that the trace has read in them.
 
     Parameters
     ----------
@@ -164,6 +173,7 @@ class Traced:
     """
 
     def __init__(self, program: native.Program, owner: object, name: str) -> None:
+        super().__init__()
         self._number = next(_numbers)
         #: The program's handle in graphs: a tensor of one element, its number, on the device of the calls. A graph for
         #: several layers of one kind takes it as an argument, where torch would make a number a constant.
@@ -178,7 +188,7 @@ class Traced:
         self.program = program
         self.owner = weakref.ref(owner)
         self.name = name
-        _by_number[self._number] = self
+        _by_number[self._number] = weakref.ref(self, _forgetting(self._number))
 
     # The following methods run in a trace, on the real objects, and their results are constants of the trace. A trace
     # would compare an argument with the object that it saw, and so compile a function again for each layer.
@@ -263,7 +273,10 @@ class Traced:
         facts = calls.setdefault(call.text, Facts.of(call))
         # Layers of one kind share a graph if each is compiled by itself, so the graph must find each of them prepared.
         signature = self.program.signature
-        for other in list(_by_number.values()):
+        for reference in list(_by_number.values()):
+            other = reference()
+            if other is None:
+                continue
             if other is self or other.program.signature == signature:
                 other._prepare_for(key, facts, samples[0].device, is_own=other is self)
 
@@ -288,7 +301,8 @@ class Traced:
         if facts.kept and (kept is None or kept[0].device != device):
             pairs = zip(owner._handles_of_linears(), facts.weights, strict=True)
             found = [_memory_of(handle, sizes, device) for handle, sizes in pairs]
-            setattr(self, facts.kept, [buffer for buffers in found for buffer in buffers])
+            # A tuple, since torch does not trust that a list is unchanged.
+            setattr(self, facts.kept, tuple(buffer for buffers in found for buffer in buffers))
         setattr(self, key, facts.call.text)
 
     def _make_handle(self, owner: object, device: torch.device) -> None:

@@ -154,8 +154,10 @@ impl<'a, 'py> Run<'a, 'py> {
         }
         let kept = usize::from(traced.has_saved()) + traced.reads.len();
         self.kept = if traced.elsewhere.deferred.is_empty() { SmallVec::new() } else { from.peek(kept)? };
+        let mut saved = DevPtr::null();
         if traced.has_saved() {
-            self.launch.set(Port::Saved, from.take_sized(sized.saved_bytes(), DType::U8, device)?);
+            saved = from.take_sized(traced.packed() + sized.saved_bytes(), DType::U8, device)?;
+            self.launch.set(Port::Saved, saved.offset(traced.packed()));
         }
         for (&port, &(elements, dtype)) in program.reads().iter().zip(sized.read_extents()) {
             self.launch.set(port, from.take_sized(elements, dtype, device)?);
@@ -166,6 +168,8 @@ impl<'a, 'py> Run<'a, 'py> {
             let is_read = program.reads_weight(linear);
             if is_read && let Some(given) = Layout::take(traced, (program, linear), from)? {
                 self.given.push((linear, given));
+            } else if let Some(packing) = traced.packing.as_ref().filter(|_| is_read) {
+                buffer = packing.buffer(linear, layout, (saved, DevPtr::null()));
             } else if is_read {
                 let has_col = layout.col_bytes != 0;
                 let (bytes, part) =
@@ -266,9 +270,10 @@ impl<'a, 'py> Run<'a, 'py> {
         let mut tensors = SmallVec::<[Bound<'py, PyAny>; 4]>::new();
         let mut kept = self.kept.iter();
         tensors.push(match kept.next().filter(|_| traced.has_saved()) {
-            // It was made for whole steps of rows.
+            // It was made for whole steps of rows, and weights stand in front.
             Some(saved) => {
-                let exact = saved.object.call_method1(intern!(py, "narrow"), (0, 0, sized.saved_bytes()))?;
+                let place = (0, traced.packed(), sized.saved_bytes());
+                let exact = saved.object.call_method1(intern!(py, "narrow"), place)?;
                 exact.call_method0(intern!(py, "clone"))?
             }
             None => py.None().into_bound(py),

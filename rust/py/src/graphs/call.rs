@@ -17,6 +17,7 @@ use te_fast_core::recipe::region::{Former, Given, Region};
 use crate::error::Failure;
 use crate::graphs::OP;
 use crate::graphs::kinds::{Described, GivenKind};
+use crate::graphs::packing::Packing;
 use crate::program::check::check;
 use crate::program::handle::{ProgramHandle, PyProgram, Tuples};
 use crate::program::tensors::{Tensors, float, typed, typed_extras};
@@ -51,7 +52,7 @@ pub(crate) struct TracedCall {
     pub(super) keeps_scales: bool,
     /// Columns of output and extra outputs.
     pub(super) widths: Vec<usize>,
-    /// Bytes for backward: for no rows, and for each step of rows.
+    /// Bytes for backward without weights: for no rows, and for each step of rows.
     pub(super) saved: (usize, usize),
     /// The parts of each parameter.
     pub(super) parts: Vec<Parts>,
@@ -64,6 +65,8 @@ pub(crate) struct TracedCall {
     pub(super) weight_params: Vec<usize>,
     /// Linear ops whose weight backward reads in FP8.
     pub(super) reads_weight: Vec<bool>,
+    /// Where the weights lie that the graph passes to backward; none if calls share their memory.
+    pub(super) packing: Option<Packing>,
     pub(super) reads: Vec<Port>,
     pub(super) extra_cols: Vec<usize>,
     pub(super) grad_dtypes: Vec<DType>,
@@ -128,10 +131,10 @@ impl TracedCall {
         self.widths.clone()
     }
 
-    /// Bytes for backward: for no rows, for each step of rows; and the rows of a step.
+    /// Bytes of the buffer for backward: for no rows, for each step of rows; and the rows of a step.
     #[getter]
     fn saved(&self) -> (usize, usize, usize) {
-        (self.saved.0, self.saved.1, STEP)
+        (self.packed() + self.saved.0, self.saved.1, STEP)
     }
 
     /// Bytes of the row and the column layout of each linear op's weight; nothing in high precision.
@@ -140,23 +143,29 @@ impl TracedCall {
         self.weights.clone()
     }
 
-    /// Bytes of the buffers of the quantised weights, in order: of each linear op, row layout and column layout, if it has
-    /// them.
+    /// Bytes of the buffers of the quantised weights, in order: if calls share them, of each linear op row layout and
+    /// column layout, if it has them; else one for the layouts that backward does not read.
     #[getter]
     pub(super) fn memory(&self) -> Vec<usize> {
+        if let Some(packing) = &self.packing {
+            return Some(packing.once).filter(|&bytes| bytes != 0).into_iter().collect();
+        }
         self.weights.iter().flat_map(|&(row, col)| [row, col]).filter(|&bytes| bytes != 0).collect()
     }
 
-    /// The weights that backward reads in FP8, in the order of the linear ops: of such a buffer the number, the column layout
-    /// where there is one, else the row layout, as ("memory", number), or ("param", number) of a parameter that is quantised.
+    /// The weights that backward reads in FP8 from tensors of their own, in the order of the linear ops: of such a buffer the
+    /// number, the column layout where there is one, else the row layout, as ("memory", number), or ("param", number) of a
+    /// parameter that is quantised.
     #[getter]
     fn weights_of_backward(&self) -> Vec<Place> {
         let (mut at, mut found) = (0, Vec::new());
         for (linear, (&(row, col), &reads)) in self.weights.iter().zip(&self.reads_weight).enumerate() {
             at += usize::from(row != 0) + usize::from(col != 0);
-            if reads {
-                let param = self.weight_params[linear];
-                found.push(if self.given[param].is_some() { ("param", param) } else { ("memory", at - 1) });
+            let param = self.weight_params[linear];
+            if reads && self.given[param].is_some() {
+                found.push(("param", param));
+            } else if reads && self.packing.is_none() {
+                found.push(("memory", at - 1));
             }
         }
         found
@@ -346,8 +355,9 @@ impl TracedCall {
         wanted.filter(move |param| ![fused, fused_parts, deferred].iter().any(|list| list.contains(param)))
     }
 
-    /// The same with its text and number.
-    fn numbered(mut self) -> Self {
+    /// The same with the places of its weights, its text and its number.
+    fn packed_and_numbered(mut self) -> Self {
+        self.packing = self.passes_weights().then(|| Packing::of(&self.weights, &self.reads_weight));
         self.text = self.described();
         self.number = number_of(&self.text);
         self
@@ -397,12 +407,20 @@ impl TracedCall {
 
     /// Buffers of quantised weights.
     pub(super) fn memory_buffers(&self) -> usize {
-        self.weights.iter().map(|&(row, col)| usize::from(row != 0) + usize::from(col != 0)).sum()
+        match &self.packing {
+            Some(packing) => usize::from(packing.once != 0),
+            None => self.weights.iter().map(|&(row, col)| usize::from(row != 0) + usize::from(col != 0)).sum(),
+        }
+    }
+
+    /// Bytes of weights in front of forward's buffer for backward.
+    pub(super) fn packed(&self) -> usize {
+        self.packing.as_ref().map_or(0, |packing| packing.kept)
     }
 
     /// Whether forward saves a buffer for backward.
     pub(super) fn has_saved(&self) -> bool {
-        self.any_grad() && self.saved != (0, 0)
+        self.any_grad() && (self.saved != (0, 0) || self.packed() != 0)
     }
 
     pub(super) fn recipe(&self) -> Option<&Recipe> {
@@ -535,10 +553,11 @@ pub(crate) fn traced_call<'py>(
             region,
             is_first: how.1,
             keeps_scales: how.2,
+            packing: None,
             text: String::new(),
             number: 0,
         };
-        Ok(call.numbered())
+        Ok(call.packed_and_numbered())
     };
     describe().map_err(|failure| named_by(handle, failure))
 }

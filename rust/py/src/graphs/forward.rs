@@ -6,6 +6,7 @@ use pyo3::types::PyList;
 use smallvec::SmallVec;
 use te_fast_core::Error;
 use te_fast_core::base::dtype::{DType, Device};
+use te_fast_core::base::pointer::DevPtr;
 use te_fast_core::cuda::device::is_capturing;
 use te_fast_core::program::{Port, SizedProgram};
 use te_fast_core::quant::value::Quantized;
@@ -22,7 +23,7 @@ use crate::graphs::registry::{Operator, Otherwise};
 use crate::graphs::slots::{note_first, slots_of, use_kept};
 use crate::graphs::weights::{GivenWeight, buffers, note_kept, quantized};
 use crate::program::check::check;
-use crate::program::handle::{ProgramHandle, PyProgram};
+use crate::program::handle::{Parameter, ProgramHandle, PyProgram};
 use crate::program::tensors::Tensors;
 use crate::torch::process::{State, state};
 
@@ -72,14 +73,15 @@ fn forward<'a, 'py>(
     {
         let handle = handle.try_borrow()?;
         check(py, (&handle.chain, &handle.params), &tensors, rows, compiled.program.widths())?;
+        check_as_traced(py, traced, &handle.params, &tensors)?;
     }
     let mut launch = Launch::default();
     bind_inputs(&mut launch, &tensors);
-    bind_results(&mut launch, traced, &sized, to)?;
+    let kept = bind_results(&mut launch, traced, &sized, to)?;
     let mut weights = SmallVec::new();
     if let Some((region, _)) = &traced.region {
         let memory = to.peek(traced.memory_buffers())?;
-        launch.weights = buffers(traced, &compiled.program, to)?;
+        launch.weights = buffers(traced, &compiled.program, kept, to)?;
         for (linear, &param) in traced.weight_params.iter().enumerate() {
             launch.given.extend(params.row_of(param).map(|row| (linear, [row, Quantized::NONE])));
         }
@@ -100,6 +102,35 @@ fn forward<'a, 'py>(
     Ok(true)
 }
 
+/// Refuses tensors that another `.data` has given another type or shape since the trace: torch skips its guards of a
+/// module's tensors where the module's dictionaries are unchanged.
+fn check_as_traced(
+    py: Python<'_>,
+    traced: &TracedCall,
+    params: &[Parameter],
+    tensors: &Tensors<'_>,
+) -> Result<(), Failure> {
+    let (key, x) = (&traced.key, &tensors.x);
+    if x.dtype() != key.activation.into() || x.cols() != key.cols {
+        let expected = format!("{} of {} columns, as the call was traced", DType::from(key.activation), key.cols);
+        return Err(Error::dtype(OP, "the input", expected, format!("{} of {}", x.dtype(), x.cols())).into());
+    }
+    let known = key.params.iter().zip(&traced.param_shapes);
+    for (param, (view, (&(dtype, _), shape))) in params.iter().zip(tensors.params.iter().zip(known)) {
+        if view.dtype() == dtype.into() && view.shape() == shape.as_slice() {
+            continue;
+        }
+        let name = param.name.bind(py);
+        let expected = format!(
+            "{} of shape {shape:?}, as parameter {name} was when the call was traced (compile the function again, with torch.compiler.reset(), after the model is converted)",
+            DType::from(dtype)
+        );
+        let got = format!("{} of shape {:?}", view.dtype(), view.shape());
+        return Err(Error::dtype(OP, "a parameter", expected, got).into());
+    }
+    Ok(())
+}
+
 fn bind_inputs<'a>(launch: &mut Launch<'a>, tensors: &Tensors<'a>) {
     launch.set(Port::Input, tensors.x.data());
     for (index, extra) in tensors.extras.iter().enumerate() {
@@ -110,21 +141,23 @@ fn bind_inputs<'a>(launch: &mut Launch<'a>, tensors: &Tensors<'a>) {
     }
 }
 
-/// Outputs, and what backward needs.
+/// Binds outputs and the buffer for backward; returns where that buffer begins.
 fn bind_results<'a>(
     launch: &mut Launch<'a>,
     traced: &TracedCall,
     sized: &SizedProgram,
     to: &mut Operands<'a, '_>,
-) -> Result<(), Error> {
+) -> Result<DevPtr<'a>, Error> {
     let key = &traced.key;
     for (port, cols) in traced.new_outputs() {
         launch.set(port, to.take_sized(sized.rows() * cols, key.activation.into(), key.device)?);
     }
-    if traced.has_saved() {
-        launch.set(Port::Saved, to.take_sized(sized.saved_bytes(), DType::U8, key.device)?);
+    if !traced.has_saved() {
+        return Ok(DevPtr::null());
     }
-    Ok(())
+    let kept = to.take_sized(traced.packed() + sized.saved_bytes(), DType::U8, key.device)?;
+    launch.set(Port::Saved, kept.offset(traced.packed()));
+    Ok(kept)
 }
 
 fn run(

@@ -10,6 +10,7 @@ mod kinds;
 mod launch;
 mod main_grads;
 mod operands;
+mod packing;
 mod parts;
 pub(crate) mod registry;
 pub(crate) mod slots;

@@ -127,9 +127,9 @@ fn next_tensors(traced: &TracedCall, is_forward: bool) -> SmallVec<[Next; 16]> {
         Port::Param(param) => Next::Plain(param.into()),
         _ => Next::One,
     });
-    let weights = traced.weights_that_backward_reads().map(|param| match traced.given[param] {
-        Some(kind) => Next::Quantized { param, columnwise: kind.columnwise },
-        None => Next::One,
+    let weights = traced.weights_that_backward_reads().filter_map(|param| match traced.given[param] {
+        Some(kind) => Some(Next::Quantized { param, columnwise: kind.columnwise }),
+        None => traced.packing.is_none().then_some(Next::One),
     });
     grads.chain(reads).chain(weights).collect()
 }

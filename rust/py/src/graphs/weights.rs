@@ -31,13 +31,25 @@ pub(super) struct GivenWeight {
     record: Option<WeightRecord>,
 }
 
-/// The memory of each linear op's quantised weight, row and column layouts in turn; none of a parameter that is quantised itself.
+/// The memory of each linear op's quantised weight; none of a parameter that is quantised itself.
+///
+/// `kept` is the buffer for backward. If calls share the memory, row and column layouts are tensors, in turn.
 pub(super) fn buffers<'a>(
     traced: &TracedCall,
     program: &Program,
+    kept: DevPtr<'a>,
     memory: &mut Operands<'a, '_>,
 ) -> Result<SmallVec<[WeightBuffer<'a>; 2]>, Failure> {
     let mut list = SmallVec::new();
+    if let Some(packing) = &traced.packing {
+        let once = match packing.once {
+            0 => DevPtr::null(),
+            bytes => memory.take_sized(bytes, DType::U8, traced.key.device)?,
+        };
+        let linears = 0..program.key().linears.len();
+        list.extend(linears.map(|linear| packing.buffer(linear, program.weight_layout(linear), (kept, once))));
+        return Ok(list);
+    }
     for linear in 0..program.key().linears.len() {
         let layout = program.weight_layout(linear);
         let mut take = |bytes: usize| match bytes {
