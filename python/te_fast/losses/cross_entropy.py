@@ -254,7 +254,7 @@ def parallel_cross_entropy(
         may be of different width.
     target : torch.Tensor
         Integers ``(...)``, numbers in the whole vocabulary. With several ranks, and on a GPU, the loss of another
-        number is infinite.
+        number is infinite, and NaN with a smoothing of 1.
     label_smoothing : float, default = 0.0
         Probability that is spread over the whole vocabulary.
     reduce_loss : bool, default = False
