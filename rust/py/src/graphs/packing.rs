@@ -10,18 +10,18 @@ use te_fast_core::quant::value::{WeightBuffer, WeightLayout};
 /// Kernels read each layout from a multiple of this many bytes on, as from a tensor of its own.
 const ALIGNMENT: usize = 256;
 
-/// The buffer of a layout, and the bytes in front of the layout there.
+/// The buffer of a layout, and where the layout begins there.
 #[derive(Clone, Copy)]
-enum Place {
+enum Offset {
     Kept(usize),
     Once(usize),
 }
 
-/// The places of all weights.
+/// Where all weights lie.
 #[derive(Default)]
 pub(super) struct Packing {
-    /// Of each linear op, those of row and column layout.
-    places: Vec<[Option<Place>; 2]>,
+    /// Of each linear op, that of row and column layout.
+    offsets: Vec<[Option<Offset>; 2]>,
     /// Bytes in front of forward's buffer for backward.
     pub(super) kept: usize,
     /// Bytes of the buffer that ends with forward.
@@ -36,19 +36,19 @@ impl Packing {
         for (&(row, col), &is_read) in weights.iter().zip(reads) {
             let row = packing.place(row, is_read && col == 0);
             let col = packing.place(col, is_read);
-            packing.places.push([row, col]);
+            packing.offsets.push([row, col]);
         }
         packing
     }
 
-    fn place(&mut self, bytes: usize, is_kept: bool) -> Option<Place> {
+    fn place(&mut self, bytes: usize, is_kept: bool) -> Option<Offset> {
         let end = if is_kept { &mut self.kept } else { &mut self.once };
         let start = *end;
         *end += bytes.next_multiple_of(ALIGNMENT);
         match (bytes, is_kept) {
             (0, _) => None,
-            (_, true) => Some(Place::Kept(start)),
-            (_, false) => Some(Place::Once(start)),
+            (_, true) => Some(Offset::Kept(start)),
+            (_, false) => Some(Offset::Once(start)),
         }
     }
 
@@ -59,9 +59,9 @@ impl Packing {
         layout: WeightLayout,
         (kept, once): (DevPtr<'a>, DevPtr<'a>),
     ) -> WeightBuffer<'a> {
-        let [row, col] = self.places[linear].map(|place| match place {
-            Some(Place::Kept(bytes)) => kept.offset(bytes),
-            Some(Place::Once(bytes)) => once.offset(bytes),
+        let [row, col] = self.offsets[linear].map(|offset| match offset {
+            Some(Offset::Kept(bytes)) => kept.offset(bytes),
+            Some(Offset::Once(bytes)) => once.offset(bytes),
             None => DevPtr::null(),
         });
         WeightBuffer { row, col, layout }
