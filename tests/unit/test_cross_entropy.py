@@ -18,6 +18,7 @@ from te_fast.errors import (
     UnsupportedError,
 )
 from te_fast.pytorch.cross_entropy import parallel_cross_entropy
+from te_fast.runtime.compiling import CAN_COMPILE
 
 TESTS = Path(__file__).parents[1]
 
@@ -226,6 +227,22 @@ def test_transforms_allocate_the_gradient():
     )
     torch.testing.assert_close(found, known)
     assert torch.equal(logits, kept)
+
+
+@pytest.mark.skipif(not CAN_COMPILE, reason="torch 2.8 or later")
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_program_takes_any_number_of_rows(strict):
+    class Model(torch.nn.Module):
+        def forward(self, logits, target):
+            return parallel_cross_entropy(logits, target, 0.1)
+
+    logits, target = torch.randn(4, 2, 16), torch.randint(0, 16, (4, 2))
+    rows = {0: torch.export.Dim("rows", min=2, max=64)}
+    program = torch.export.export(
+        Model(), (logits, target), dynamic_shapes=(rows, rows), strict=strict
+    )
+    for given in ((logits, target), (logits[:3], target[:3])):
+        torch.testing.assert_close(program.module()(*given), Model()(*given))
 
 
 def test_without_gradients_nothing_is_kept():

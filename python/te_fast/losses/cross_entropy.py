@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import warnings
 from typing import Any
@@ -404,7 +405,8 @@ def _check(inp: Any, target: Any, smoothing: Any) -> None:
     if not inp.is_floating_point() or not is_integer or target.dtype is torch.bool:
         message = f"parallel_cross_entropy: expected logits and integers, got {inp.dtype} and {target.dtype}"
         raise DtypeError(message)
-    if inp.dim() == 0 or inp.shape[:-1].numel() != target.numel():
+    # torch.Size.numel() would make a dynamic size of a trace a constant.
+    if inp.dim() == 0 or math.prod(inp.shape[:-1]) != target.numel():
         message = (
             f"parallel_cross_entropy: the target must have one integer for each row of logits {list(inp.shape)}, got "
             f"shape {list(target.shape)}"
