@@ -239,6 +239,39 @@ def test_an_operation_in_python_is_exported():
         assert torch.equal(program(X), chain(X))
 
 
+class InTwoPlaces(torch.nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.first, self.second = module, module
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: te.RMSNorm(32, device="cpu"),
+        lambda: ops.Linear(32, 32, device="cpu"),
+        lambda: ops.Sequential(ops.RMSNorm(32, device="cpu"), ops.GELU()),
+    ],
+    ids=["RMSNorm", "Linear", "Sequential"],
+)
+def test_a_module_in_two_places_keeps_nothing_of_the_trace(make):
+    """torch calls stand-ins of such modules, which hold the trace."""
+    from torch.fx.experimental import proxy_tensor
+
+    module = make()
+    model = InTwoPlaces(module)
+    with torch.no_grad():
+        program = torch.export.export(model, (X,), strict=False)
+        assert torch.equal(program.module()(X), model(X))
+        assert module.__dict__["_direct_program"] is not None
+    del program
+    gc.collect()
+    assert not any(issubclass(type(one), proxy_tensor._AttrProxy) for one in gc.get_objects())
+
+
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_layer_that_was_exported_with_gradients_is_traced_again(strict):
     """A trace that is not strict drops the scales that it has made, while tensors are fake."""

@@ -33,7 +33,7 @@ from te_fast.ops.routing import Routing
 from te_fast.recipe import Recipe
 from te_fast.runtime import native, scale_tape
 from te_fast.runtime.caller_memory import check_buffer, gradient_in, result_in
-from te_fast.runtime.compiling import is_traced
+from te_fast.runtime.compiling import behind, is_traced
 from te_fast.runtime.global_state import FP8GlobalStateManager
 from te_fast.runtime.parameters import needed_parameter
 from te_fast.runtime.support import get_default_recipe
@@ -65,7 +65,7 @@ def flatten(ops: Sequence[FusibleOperation], names: Sequence[str]) -> tuple[list
     """Return the basic operations of a list, and their positions and types for messages."""
     basic: list[Any] = []
     labels: list[str] = []
-    for op, name in zip(ops, names, strict=True):
+    for op, name in zip(map(behind, ops), names, strict=True):
         if isinstance(op, FusedOperation):
             parts = op._parts()
             inner, inner_labels = flatten(parts, [f"{name}.{i}" for i in range(len(parts))])
@@ -222,6 +222,7 @@ class OperationFuser:
 
     def runs_for(self, module: torch.nn.Module) -> None:
         """Let a module that consists only of this group call the group, or its program, directly."""
+        module = behind(module)
         self._module = weakref.ref(module)
         module.__dict__["_direct_call"] = self.call_directly
 

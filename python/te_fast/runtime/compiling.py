@@ -44,6 +44,16 @@ def is_watched(x: Any) -> bool:
     return is_compiling() or is_traced(x)
 
 
+def behind(module: Any) -> Any:
+    """Return the module that a stand-in of ``torch.export`` stands for, which the caller may keep.
+
+    Where a model has a module in two places, the trace calls stand-ins. They hold the trace and its graph.
+    """
+    tracer = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    stand_in = getattr(tracer, "_AttrProxy", None)
+    return module if stand_in is None or not isinstance(module, stand_in) else module.get_base()
+
+
 def is_unseen(*tensors: torch.Tensor) -> bool:
     """Tell whether only autograd observes computations with the tensors: no compiler, no mode, no subclass."""
     return not (
