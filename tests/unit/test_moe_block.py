@@ -393,3 +393,25 @@ def test_a_call_that_fails_counts_no_tokens(dtype):
     assert not block.tokens_per_expert.any()
     assert block(torch.ones(8, 24)).isfinite().all()
     assert block.tokens_per_expert.sum() == 16
+
+
+@pytest.mark.parametrize("name", [None, "current"])
+def test_a_parametrized_router(name):
+    class Doubled(torch.nn.Module):
+        def forward(self, weight):
+            return 2.0 * weight
+
+    block, recipe = make(), ALL[name or "high"]()
+    wanted = copy.deepcopy(block)
+    x, grad = tensors()
+    block(x)  # the program of a plain router is not used then
+    torch.nn.utils.parametrize.register_parametrization(block, "router", Doubled())
+    with torch.no_grad():
+        wanted.router.mul_(2.0)
+    with te.autocast(enabled=recipe is not None, recipe=recipe):
+        got, expected = block(x), wanted(x)
+    torch.testing.assert_close(got, expected)
+    got.backward(grad)
+    expected.backward(grad)
+    original = block.parametrizations.router.original
+    torch.testing.assert_close(original.grad, 2.0 * wanted.router.grad, rtol=1e-4, atol=1e-5)

@@ -293,7 +293,7 @@ class MoE(torch.nn.Module):
     def _program(self, experts: Any, inp: torch.Tensor) -> ExpertsProgram | None:
         """Return the program of the whole block; None if it does not take the call."""
         parameters = self._parameters
-        weight = parameters["router"]
+        weight = parameters.get("router")  # a parametrization takes it away
         if (
             self._ranks is not None
             or weight is None
@@ -318,7 +318,7 @@ class MoE(torch.nn.Module):
     ) -> ExpertsProgram | None:
         """Return the program that :meth:`_program` would return for an eager call."""
         experts: Any = self._modules["experts"]
-        weight, parameters = self._parameters["router"], self._parameters
+        weight, parameters = self._parameters.get("router"), self._parameters
         if (
             self._ranks is not None
             or weight is None
