@@ -106,6 +106,30 @@ import te_fast.errors
 import te_fast.pytorch as te
 te.Linear(16, 16, device="cpu")
 """,
+    "a forked process runs layers on the host": """
+import os
+import signal
+import torch
+import te_fast.pytorch as te
+from te_fast.common.recipe import Float8CurrentScaling
+
+torch.set_num_threads(1)  # torch's own threads do not survive the fork
+layer, x = te.LayerNormMLP(256, 512, device="cpu"), torch.randn(256, 256, requires_grad=True)
+
+def gradient():
+    x.grad = None
+    with te.autocast(recipe=Float8CurrentScaling()):
+        layer(x).square().sum().backward()
+    return x.grad
+
+before = gradient().clone()
+child = os.fork()
+if child == 0:
+    signal.alarm(60)
+    os._exit(0 if torch.equal(gradient(), before) and torch.equal(gradient(), before) else 1)
+assert os.waitpid(child, 0)[1] == 0
+assert torch.equal(gradient(), before)
+""",
     "a layer runs where no GPU is visible": """
 import os
 os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -18,6 +18,7 @@ use crate::cuda::tensor_map::ALIGNMENT;
 use crate::gemm::grouped::{BLOCK, GroupedGemmSpec, GroupedKind, GroupedScaling};
 use crate::gemm::problem::{Epilogue, Factor, GemmPointers, Problem, ScaleMode};
 use crate::host::gemm as host_gemm;
+use crate::host::threads;
 use crate::launch::target::{Backend, Target};
 use crate::ops::grouped_gemm::{GroupedGemmPlan, GroupedGemmPointers};
 
@@ -89,7 +90,10 @@ impl GemmPlan {
                 trace.counters.learned_gemms += u64::from(part.cublas.run(queue, &io, &self.problem)?);
                 Ok(())
             }),
-            (Backend::Host, Solver::Host) => host_gemm::run(&self.problem, io),
+            (Backend::Host, Solver::Host) => {
+                threads::prepare();
+                host_gemm::run(&self.problem, io)
+            }
             _ => Err(Error::state("gemm", "a plan was run on another device than it was made for")),
         }
     }

@@ -32,4 +32,5 @@ pub(crate) mod rows;
 pub(crate) mod scale_update;
 pub(crate) mod sum_groups;
 pub(crate) mod tensor_core;
+pub(crate) mod threads;
 pub(crate) mod transpose;

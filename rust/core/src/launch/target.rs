@@ -9,6 +9,7 @@ use te_fast_kernels::KernelId;
 
 use crate::base::error::Result;
 use crate::cuda::device::CudaQueue;
+use crate::host::threads;
 use crate::launch::grid::Grid;
 use crate::launch::params::Params;
 use crate::launch::trace::Trace;
@@ -59,7 +60,10 @@ pub(crate) fn launch<P: Params>(target: &mut Target<'_>, id: KernelId, grid: Gri
     }
     match &mut target.backend {
         Backend::Cuda(queue) => queue.launch(id, grid, params),
-        Backend::Host => params.run_host(id),
+        Backend::Host => {
+            threads::prepare();
+            params.run_host(id)
+        }
     }
 }
 
