@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.utils.prune
 
 import te_fast
 import te_fast.pytorch as te
@@ -76,6 +77,18 @@ def test_return_bias(recipe):
         y, bias = without(x)
     assert bias.numel() == 0
     assert "bias" not in without.state_dict()
+
+
+def test_a_pruned_bias_is_returned():
+    layer = make(return_bias=True)
+    torch.nn.utils.prune.l1_unstructured(layer, "bias", 0.5)
+    x, _ = inputs(32, layer)
+    for recipe in (None, Float8CurrentScaling()):
+        with te.autocast(enabled=recipe is not None, recipe=recipe):
+            y, bias = layer(x)
+        assert torch.equal(bias, layer.bias_orig * layer.bias_mask)
+        y.sum().backward()
+    assert bias.eq(0).sum() >= bias.numel() // 2
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

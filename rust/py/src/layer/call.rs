@@ -222,6 +222,10 @@ fn straight<'py>(
         return Ok(None);
     }
     let Some((joined, params)) = present(state, program, region.enabled)? else { return Ok(None) };
+    let (returns_bias, bias) = ProgramHandle::returned_bias(program)?;
+    if returns_bias && bias.is_none() {
+        return Ok(None);
+    }
     if !region.enabled && outside == OutsideFp8::Torch {
         if !state.torch.is_plain(input) {
             return Ok(None);
@@ -229,7 +233,7 @@ fn straight<'py>(
         let y = torch_linear(state, input, &params, joined.as_ref())?;
         // If this forward is repeated, it must not repeat the region of an earlier one.
         program.try_borrow_mut()?.last_region = None;
-        return y.map(|y| with_bias(program, y)).transpose();
+        return y.map(|y| with_bias(bias, y)).transpose();
     }
     CLOCK.start();
     let Ok(tensors) = Tensors::read(state, input, extras, &params) else { return Ok(None) };
@@ -248,7 +252,7 @@ fn straight<'py>(
         .into_buffers(buffers)
         .handing_out(in_fp8);
     let y = apply(call, &tensors)?;
-    with_bias(program, y).map(Some)
+    with_bias(bias, y).map(Some)
 }
 
 /// Whether a call has no rows, or must be padded for its GEMMs; autograd then joins the parts.
@@ -284,9 +288,9 @@ fn torch_linear<'py>(
 
 /// The result and the bias, if the layer returns it: `(y, bias, *others)`.
 #[inline]
-fn with_bias<'py>(program: &Bound<'py, ProgramHandle>, out: Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
-    let py = program.py();
-    let Some(bias) = ProgramHandle::returned_bias(program)? else { return Ok(out) };
+fn with_bias<'py>(bias: Option<Bound<'py, PyAny>>, out: Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+    let py = out.py();
+    let Some(bias) = bias else { return Ok(out) };
     let dtype = intern!(py, "dtype");
     let beside = |y: &Bound<'py, PyAny>| -> PyResult<Bound<'py, PyAny>> {
         let wanted = y.getattr(dtype)?;

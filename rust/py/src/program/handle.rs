@@ -200,16 +200,14 @@ impl ProgramHandle {
         self.params.iter().any(|param| !param.parts.is_empty())
     }
 
-    /// The bias that is returned beside the result, if the layer returns it.
+    /// Whether a bias is returned beside the result, and this bias; none if it is no parameter any more, since it was
+    /// parametrised or pruned.
     #[inline]
-    pub(crate) fn returned_bias<'py>(handle: &Bound<'py, Self>) -> PyResult<Option<Bound<'py, PyAny>>> {
-        let program = handle.try_borrow()?;
-        let Some(bias) = &program.returned_bias else { return Ok(None) };
-        let found = bias.get(handle.py())?;
-        found.map(Some).ok_or_else(|| {
-            let message = format!("{}: parameter {} was removed", program.name, bias.name.bind(handle.py()));
-            crate::error::to_python(Error::state("ops", message))
-        })
+    pub(crate) fn returned_bias<'py>(handle: &Bound<'py, Self>) -> PyResult<(bool, Option<Bound<'py, PyAny>>)> {
+        match &handle.try_borrow()?.returned_bias {
+            Some(bias) => Ok((true, bias.get(handle.py())?)),
+            None => Ok((false, None)),
+        }
     }
 
     /// The handle of a linear op, and its weight's index among the parameters; none after the last op. Nothing stays
