@@ -103,15 +103,18 @@ def main() -> None:
             curves[way.name] = losses
         gc.collect()
     half = args.steps // 2
-    rows = []
+    figures = {}
     for name, losses in curves.items():
         pairs = zip(losses[half:], curves[bf16.name][half:], strict=True)
         distance = statistics.fmean(abs(a - b) for a, b in pairs)
-        rows.append((name, f"{losses[0]:.4f}", f"{losses[-1]:.4f}", f"{distance:.4f}"))
-    show(f"Llama ({source()})", ("way", "first loss", "last loss", "distance to BF16"), rows)
+        found = {"first loss": losses[0], "last loss": losses[-1], "distance to BF16": distance}
+        figures[name] = {column: round(value, 4) for column, value in found.items()}
+    rows = [(name, *map(str, of_way.values())) for name, of_way in figures.items()]
+    show(f"Llama ({source()})", ("way", *found), rows)
     if args.plot:
         plot(curves, args.plot)
-    write("losses", args, {"model": source(), **curves}, failures)
+    shortened = {name: [round(loss, 4) for loss in losses] for name, losses in curves.items()}
+    write("losses", args, {"model": source(), **figures, "curves": shortened}, failures)
 
 
 if __name__ == "__main__":
