@@ -58,6 +58,14 @@ def test_a_parameter_that_is_none(kind, recipe):
             run(layer, recipe)
 
 
+@pytest.mark.parametrize("recipe", [None, *RECIPES])
+def test_a_bias_to_return_that_is_none(recipe):
+    layer = te.Linear(32, 48, return_bias=True, device="cpu")
+    layer.bias = None
+    with pytest.raises(TeFastError, match=r"Layer_\d+: .*(bias|NoneType)"):
+        run(layer, recipe)
+
+
 OPS = {
     "LayerNorm": lambda: te.LayerNorm(32, device="cpu"),
     "RMSNorm": lambda: te.ops.RMSNorm(32, device="cpu"),

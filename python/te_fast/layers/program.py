@@ -27,6 +27,7 @@ from te_fast.runtime.capturing import is_graph_capturing
 from te_fast.runtime.compiling import is_exporting, is_traced
 from te_fast.runtime.global_state import autocast_state
 from te_fast.runtime.inputs import check_input, refuse_nested
+from te_fast.runtime.parameters import needed_parameter
 from te_fast.tensor.of_factory import own_region
 from te_fast.tensor.primary import as_read, is_quantized
 from te_fast.tensor.storage import QuantizedTensorStorage
@@ -411,7 +412,10 @@ class ProgramLayer(TransformerEngineBaseModule):
 
     def _with_bias(self, out: Any) -> tuple[torch.Tensor, ...]:
         y, *others = out if isinstance(out, tuple) else (out,)
-        return (y, self._returned_bias().to(y.dtype), *others)
+        bias: Any = self._returned_bias()
+        if bias is None:  # not what layers without biases return
+            bias = needed_parameter(self, self._returned_bias_name(), self.name, "layer")
+        return (y, bias.to(y.dtype), *others)
 
     def _calibrate(
         self,

@@ -200,12 +200,12 @@ impl ProgramHandle {
         self.params.iter().any(|param| !param.parts.is_empty())
     }
 
-    /// Whether a bias is returned beside the result, and this bias; none if it is no parameter any more, since it was
-    /// parametrised or pruned.
+    /// Whether a bias is returned beside the result, and this bias; none if it is no parameter any more: parametrised,
+    /// pruned, or removed.
     #[inline]
     pub(crate) fn returned_bias<'py>(handle: &Bound<'py, Self>) -> PyResult<(bool, Option<Bound<'py, PyAny>>)> {
         match &handle.try_borrow()?.returned_bias {
-            Some(bias) => Ok((true, bias.get(handle.py())?)),
+            Some(bias) => Ok((true, bias.get(handle.py())?.filter(|bias| !bias.is_none()))),
             None => Ok((false, None)),
         }
     }
