@@ -415,7 +415,7 @@ impl TracedCall {
 
     /// Bytes of weights in front of forward's buffer for backward.
     pub(super) fn packed(&self) -> usize {
-        self.packing.as_ref().map_or(0, |packing| packing.kept)
+        self.packing.as_ref().map_or(0, |packing| packing.saved)
     }
 
     /// Whether forward saves a buffer for backward.

@@ -77,11 +77,11 @@ fn forward<'a, 'py>(
     }
     let mut launch = Launch::default();
     bind_inputs(&mut launch, &tensors);
-    let kept = bind_results(&mut launch, traced, &sized, to)?;
+    let saved = bind_results(&mut launch, traced, &sized, to)?;
     let mut weights = SmallVec::new();
     if let Some((region, _)) = &traced.region {
         let memory = to.peek(traced.memory_buffers())?;
-        launch.weights = buffers(traced, &compiled.program, kept, to)?;
+        launch.weights = buffers(traced, &compiled.program, saved, to)?;
         for (linear, &param) in traced.weight_params.iter().enumerate() {
             launch.given.extend(params.row_of(param).map(|row| (linear, [row, Quantized::NONE])));
         }
@@ -117,7 +117,8 @@ fn check_as_traced(
     }
     let known = key.params.iter().zip(&traced.param_shapes);
     for (param, (view, (&(dtype, _), shape))) in params.iter().zip(tensors.params.iter().zip(known)) {
-        if view.dtype() == dtype.into() && view.shape() == shape.as_slice() {
+        let is_of_type = view.dtype() == dtype.into();
+        if is_of_type && view.shape() == shape.as_slice() {
             continue;
         }
         let name = param.name.bind(py);
@@ -126,7 +127,8 @@ fn check_as_traced(
             DType::from(dtype)
         );
         let got = format!("{} of shape {:?}", view.dtype(), view.shape());
-        return Err(Error::dtype(OP, "a parameter", expected, got).into());
+        let refuse = if is_of_type { Error::shape } else { Error::dtype };
+        return Err(refuse(OP, "a parameter", expected, got).into());
     }
     Ok(())
 }
@@ -155,9 +157,9 @@ fn bind_results<'a>(
     if !traced.has_saved() {
         return Ok(DevPtr::null());
     }
-    let kept = to.take_sized(traced.packed() + sized.saved_bytes(), DType::U8, key.device)?;
-    launch.set(Port::Saved, kept.offset(traced.packed()));
-    Ok(kept)
+    let saved = to.take_sized(traced.packed() + sized.saved_bytes(), DType::U8, key.device)?;
+    launch.set(Port::Saved, saved.offset(traced.packed()));
+    Ok(saved)
 }
 
 fn run(

@@ -13,7 +13,7 @@ const ALIGNMENT: usize = 256;
 /// The buffer of a layout, and where the layout begins there.
 #[derive(Clone, Copy)]
 enum Offset {
-    Kept(usize),
+    Saved(usize),
     Once(usize),
 }
 
@@ -23,7 +23,7 @@ pub(super) struct Packing {
     /// Of each linear op, that of row and column layout.
     offsets: Vec<[Option<Offset>; 2]>,
     /// Bytes in front of forward's buffer for backward.
-    pub(super) kept: usize,
+    pub(super) saved: usize,
     /// Bytes of the buffer that ends with forward.
     pub(super) once: usize,
 }
@@ -41,13 +41,13 @@ impl Packing {
         packing
     }
 
-    fn place(&mut self, bytes: usize, is_kept: bool) -> Option<Offset> {
-        let end = if is_kept { &mut self.kept } else { &mut self.once };
+    fn place(&mut self, bytes: usize, is_saved: bool) -> Option<Offset> {
+        let end = if is_saved { &mut self.saved } else { &mut self.once };
         let start = *end;
         *end += bytes.next_multiple_of(ALIGNMENT);
-        match (bytes, is_kept) {
+        match (bytes, is_saved) {
             (0, _) => None,
-            (_, true) => Some(Offset::Kept(start)),
+            (_, true) => Some(Offset::Saved(start)),
             (_, false) => Some(Offset::Once(start)),
         }
     }
@@ -57,10 +57,10 @@ impl Packing {
         &self,
         linear: usize,
         layout: WeightLayout,
-        (kept, once): (DevPtr<'a>, DevPtr<'a>),
+        (saved, once): (DevPtr<'a>, DevPtr<'a>),
     ) -> WeightBuffer<'a> {
         let [row, col] = self.offsets[linear].map(|offset| match offset {
-            Some(Offset::Kept(bytes)) => kept.offset(bytes),
+            Some(Offset::Saved(bytes)) => saved.offset(bytes),
             Some(Offset::Once(bytes)) => once.offset(bytes),
             None => DevPtr::null(),
         });

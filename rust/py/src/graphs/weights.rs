@@ -33,11 +33,11 @@ pub(super) struct GivenWeight {
 
 /// The memory of each linear op's quantised weight; none of a parameter that is quantised itself.
 ///
-/// `kept` is the buffer for backward. If calls share the memory, row and column layouts are tensors, in turn.
+/// `saved` is the buffer for backward. If calls share the memory, row and column layouts are tensors, in turn.
 pub(super) fn buffers<'a>(
     traced: &TracedCall,
     program: &Program,
-    kept: DevPtr<'a>,
+    saved: DevPtr<'a>,
     memory: &mut Operands<'a, '_>,
 ) -> Result<SmallVec<[WeightBuffer<'a>; 2]>, Failure> {
     let mut list = SmallVec::new();
@@ -47,7 +47,7 @@ pub(super) fn buffers<'a>(
             bytes => memory.take_sized(bytes, DType::U8, traced.key.device)?,
         };
         let linears = 0..program.key().linears.len();
-        list.extend(linears.map(|linear| packing.buffer(linear, program.weight_layout(linear), (kept, once))));
+        list.extend(linears.map(|linear| packing.buffer(linear, program.weight_layout(linear), (saved, once))));
         return Ok(list);
     }
     for linear in 0..program.key().linears.len() {
