@@ -507,3 +507,35 @@ def test_adjacent_weights_share_allocations(recipe):
         assert size >= HIDDEN * HIDDEN
         assert size % 512 == 0
         assert sum(gap == size for gap in gaps) >= 10, gaps
+
+
+@pytest.fixture
+def exchanged():
+    """Conversions and loads put other tensors into the place of parameters, as torch offers."""
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    yield
+    torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+@pytest.mark.usefixtures("exchanged")
+@pytest.mark.parametrize("kind", RECIPES)
+@pytest.mark.parametrize("ops", [False, True])
+def test_parameters_can_be_exchanged_behind_a_quantised_forward(ops, kind):
+    """A weight that was quantised together with others does not refer to its parameters weakly any more."""
+    torch.manual_seed(0)
+    recipe = RECIPES[kind]()
+    options = {"device": "cpu", "dtype": torch.bfloat16}
+    layers = te.ops.Sequential(te.ops.Linear(HIDDEN, 32, **options)) if ops else model()
+    trained(layers, recipe)
+    other = copy.deepcopy(layers)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(2.0)
+    kept = list(layers.parameters())
+    layers.load_state_dict(other.state_dict())
+    assert all(a is b for a, b in zip(kept, layers.parameters(), strict=True))
+    x = torch.randn(32, HIDDEN, dtype=torch.bfloat16)
+    assert torch.equal(forward(layers, x, recipe), forward(other, x, recipe))
+    layers.float()
+    other.float()
+    assert torch.equal(forward(layers, x.float(), recipe), forward(other, x.float(), recipe))

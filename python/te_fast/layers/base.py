@@ -494,6 +494,7 @@ class TransformerEngineBaseModule(StatefulModule):
         key = f"{prefix}_extra_state"
         if key in state_dict and self._quantized_weights():
             self.set_extra_state(state_dict[key])
+        self._drop_weight_cache()
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     _STATE_OWNER = "layer"
@@ -546,6 +547,7 @@ class TransformerEngineBaseModule(StatefulModule):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Drop the FP8 weights, since ``.to()`` and its kin replace the parameters' memory."""
         kept = primary.attributes_of(self)
+        self._drop_weight_cache()  # torch exchanges no parameter to which a cached weight refers
         result = super()._apply(partial(primary.keep_quantized, fn), recurse)
         primary.restore_attributes(self, kept)
         for state in self._scaling_states():

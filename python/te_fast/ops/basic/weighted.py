@@ -105,6 +105,7 @@ class WeightedOperation(NativeOperation):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Drop the FP8 weights, since ``.to()`` and its kin replace the weights' memory."""
         kept = primary.attributes_of(self)
+        self._drop_weight_cache()  # torch exchanges no parameter to which a cached weight refers
         result = super()._apply(partial(primary.keep_quantized, fn), recurse)
         primary.restore_attributes(self, kept)
         self._point_weights()
@@ -137,4 +138,5 @@ class WeightedOperation(NativeOperation):
         key = f"{prefix}_extra_state"
         if key in state_dict and self._quantized_weights():
             self.set_extra_state(state_dict[key])
+        self._drop_weight_cache()
         super()._load_from_state_dict(state_dict, prefix, *rest)

@@ -21,7 +21,7 @@ use te_fast_core::runtime::lane::{Memory, Place};
 use crate::autocast::region::run_at_end;
 use crate::error::Failure;
 use crate::hooks::hooks;
-use crate::program::member::{Alive, Joining, Member};
+use crate::program::member::{Alive, Joining, Member, Sources};
 use crate::program::parts::Joined;
 use crate::program::weight::{OpSlots, WeightHandle, recycle};
 use crate::program::weight_memory::{
@@ -97,17 +97,18 @@ pub(crate) fn join(
     if record.token.version.is_none() || (was_alone && !handle.try_borrow_mut()?.cache.may_join()) {
         return Ok(());
     }
-    let known = handle.try_borrow()?.joining.as_ref().map(|joining| Arc::clone(&joining.member));
     let (tensors, first) = source.tensors(handle.py());
-    let member = match known.filter(|known| known.is_of(handle.py(), (&tensors, first))) {
-        Some(known) => known,
-        None => match Member::new(state, handle, (&tensors, first))? {
-            Some(made) => Arc::new(made),
+    let former = handle.try_borrow_mut()?.joining.take();
+    let known = former.filter(|known| known.sources.are(handle.py(), (&tensors, first)));
+    let (member, sources) = match known {
+        Some(known) => (known.member, known.sources),
+        None => match Sources::new(state, (&tensors, first))? {
+            Some(sources) => (Arc::new(Member::new(handle)?), sources),
             None => return Ok(()),
         },
     };
     let storage = weight.memory.storage.clone_ref(handle.py());
-    let joining = Joining { member: Arc::clone(&member), storage, record, cast };
+    let joining = Joining { member: Arc::clone(&member), sources, storage, record, cast };
     let former = handle.try_borrow_mut()?.joining.replace(joining);
     drop(former);
     if let Ok(mut together) = TOGETHER.try_lock() {
@@ -133,7 +134,7 @@ impl<'py> Source<'_, 'py> {
 
 /// One that is to be quantised.
 struct Due<'a, 'py> {
-    alive: &'a Alive<'py, WeightHandle>,
+    alive: &'a Alive<'py>,
     x: DevPtr<'a>,
     storage: Py<PyAny>,
     record: WeightRecord,
@@ -197,7 +198,7 @@ fn launch(
 /// own call checks whether its storage is still the same one.
 fn due_of<'a, 'py>(
     state: &State,
-    alive: &'a Alive<'py, WeightHandle>,
+    alive: &'a Alive<'py>,
     cast: &WeightCast,
     wanted: &WeightRecord,
 ) -> Result<Option<Due<'a, 'py>>, Failure> {
@@ -257,7 +258,7 @@ pub(super) fn may_run_ahead(owner: &Bound<'_, PyAny>) -> PyResult<bool> {
 /// Drops what no call has come for.
 fn forget(py: Python<'_>, members: Vec<Arc<Member>>) -> PyResult<()> {
     for member in members {
-        let Some(handle) = member.handle::<WeightHandle>(py)? else { continue };
+        let Some(handle) = member.handle(py)? else { continue };
         let mut borrowed = handle.try_borrow_mut()?;
         let unused = borrowed.cache.take_ready();
         let mut raised = None;
