@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from te_fast.parallel.collectives import Ranks
 from te_fast.parallel.overlap import Arriving
 from te_fast.recipe import Recipe
-from te_fast.runtime import scale_tape
+from te_fast.runtime import native, scale_tape
 from te_fast.runtime.collectives import Handle, spans
 from te_fast.runtime.delayed import DelayedScalingRecipeState
 from te_fast.runtime.layouts import BLOCK
@@ -20,6 +21,8 @@ from te_fast.tensor.of_recipe import quantizer_of
 Role = Literal["input", "grad"]
 #: A program's tensor with the rows of all ranks, this rank's part of it, and whether it is a column layout.
 Part = tuple[torch.Tensor, torch.Tensor, bool]
+#: Returns the quantizer for a rank's rows of the input, or of the result's gradient; None if values are gathered.
+QuantizerOf = Callable[[Recipe, Role, Any], Any]
 
 
 def quantizer_of_rows(
@@ -73,22 +76,79 @@ def cuts_no_blocks(quantizer: Any, x: torch.Tensor) -> bool:
     return columns % BLOCK == 0 and (x.numel() // columns) % BLOCK == 0
 
 
+class OfRecipe:
+    """A region's recipe, and the quantizers of rows that depend only on it.
+
+    Parameters
+    ----------
+    recipe : Recipe
+        Recipe of the region.
+    epoch : int
+        The region's epoch, which changes with the recipe's content.
+    """
+
+    __slots__ = ("_made", "epoch", "recipe")
+
+    def __init__(self, recipe: Recipe, epoch: int) -> None:
+        self.recipe, self.epoch = recipe, epoch
+        self._made: dict[tuple[Role, bool], Any] = {}
+
+    def quantizer(
+        self, role: Role, quantizer_of: QuantizerOf | None, group: Any, *, wanted: bool = True
+    ) -> Any:
+        """Return the quantizer for a rank's rows; None if values are gathered.
+
+        Parameters
+        ----------
+        role : {'input', 'grad'}
+            The operand.
+        quantizer_of : Callable, optional
+            The owner's function, always the same one for a role; None if values are gathered.
+        group : torch.distributed.ProcessGroup
+            Ranks that have parts of the rows.
+        wanted : bool, default = True
+            Whether a backward follows, which reads column layouts.
+        """
+        # With an override, backward reads values in high precision.
+        if quantizer_of is None or self.recipe.backward_override is not None:
+            return None
+        if self.recipe.delayed():  # its scales may have moved
+            return quantizer_of(self.recipe, role, group)
+        key = role, wanted
+        if key not in self._made:
+            made = self._made[key] = quantizer_of(self.recipe, role, group)
+            if made is not None:
+                made.set_usage(columnwise=made.columnwise_usage and wanted)
+        return self._made[key]
+
+
 def gather_rows(
-    value: Float8Tensor, ranks: Ranks, *, later: bool
+    value: native.QuantizedValue, dtype: torch.dtype, ranks: Ranks, *, later: bool
 ) -> tuple[Float8Tensor, Arriving | None]:
     """Concatenate the rows of all ranks, which have one scale; perhaps beside a product."""
-    assert value._data is not None
-    coming = Arriving(ranks, value._data) if later else None
-    data = ranks.gather(value._data)[0] if coming is None else coming.whole
-    scale, kind = value._scale_inv, value._fp8_dtype
-    whole: Float8Tensor = Float8Tensor(data.shape, value.dtype, data, scale, kind)
+    assert value.row is not None
+    coming = Arriving(ranks, value.row) if later else None
+    data = ranks.gather(value.row)[0] if coming is None else coming.whole
+    gathered = native.QuantizedValue(0, value.fp8, data, value.row_scale, None, None)
+    whole = Float8Tensor._of_value(gathered, data.shape, dtype, None, device=data.device)
     return whole, coming
 
 
 def gather_input(
-    value: Any, ranks: Ranks, *, later: bool
+    value: native.QuantizedValue, dtype: torch.dtype, ranks: Ranks, *, later: bool
 ) -> tuple[Any, list[Part], Arriving | None]:
     """Gather the layout of a rank's rows that forward reads; rows with one scale perhaps beside a product.
+
+    Parameters
+    ----------
+    value : QuantizedValue
+        This rank's rows.
+    dtype : torch.dtype
+        Nominal type.
+    ranks : Ranks
+        The ranks.
+    later : bool
+        Whether a product runs while the other ranks' rows come.
 
     Returns
     -------
@@ -99,27 +159,31 @@ def gather_input(
     Arriving or None
         The gather, if it goes on.
     """
-    if isinstance(value, Float8Tensor):
-        whole, coming = gather_rows(value, ranks, later=later)
-        assert whole._data is not None
-        assert value._data is not None
-        return whole, [(whole._data, value._data, False)], coming
-    data, _ = ranks.gather(value._rowwise_data)
-    scales = value._rowwise_scale_inv
+    own = value.row
+    assert own is not None
+    if value.block == 0:
+        whole, coming = gather_rows(value, dtype, ranks, later=later)
+        data = whole._data
+        assert data is not None
+        return whole, [(data, own, False)], coming
+    data, _ = ranks.gather(own)
+    scales, column, column_scales = value.row_scale, value.col, value.col_scale
+    assert scales is not None
     of_rows = Gather(ranks, scales, is_column=True)
     of_rows.start()
     of_rows.wait()
-    column, column_scales = value._columnwise_data, value._columnwise_scale_inv
     parts: list[Part] = []
     if column is not None:
+        assert column_scales is not None
         # Forward does not read the column layout: until backward gathers it, it needs no memory of its own.
         sizes = column_scales.shape[0] * ranks.size, column_scales.shape[1]
         parts.append((data.view(column.shape[0], -1), column, True))
         parts.append((column_scales.new_empty(sizes), column_scales, False))
     whole_column, whole_scales = [part[0] for part in parts] or (None, None)
-    layouts: Any = (data, of_rows.whole, whole_column, whole_scales)
-    of_all: Any = Float8BlockwiseQTensor
-    return of_all(data.shape, value.dtype, *layouts, value._fp8_dtype, None, False), parts, None
+    layouts = data, of_rows.whole, whole_column, whole_scales
+    gathered = native.QuantizedValue(value.block, value.fp8, *layouts)
+    of_all = Float8BlockwiseQTensor._of_value(gathered, data.shape, dtype, None, device=data.device)
+    return of_all, parts, None
 
 
 class Gather:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,17 +24,23 @@ from te_fast.parallel.overlap import (
     native_of,
     own_rows_first,
 )
-from te_fast.parallel.quantized import Gather, cuts_no_blocks, gather_input, gather_rows
+from te_fast.parallel.quantized import (
+    Gather,
+    OfRecipe,
+    cuts_no_blocks,
+    gather_input,
+    gather_rows,
+)
 from te_fast.runtime import native, rows
 from te_fast.runtime.collectives import check_rows, named
 from te_fast.runtime.global_state import FP8GlobalStateManager
+from te_fast.tensor.quantizer import plain_values
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from te_fast.parallel.quantized import Part, Role
+    from te_fast.parallel.quantized import Part, QuantizerOf
     from te_fast.parallel.ranks import Exchange
-    from te_fast.recipe import Recipe
     from te_fast.runtime.rows import Tensors
 
 
@@ -50,20 +56,18 @@ class Run:
         The tensors that autograd must keep.
     local : list of tuple
         Indices in `saved` where this rank's part stands for the gathered tensor, and whether it is a column layout.
-    recipe : Recipe or None
-        Recipe of the region; None in high precision.
+    of_recipe : OfRecipe or None
+        Recipe of the region and its quantizers; None in high precision.
     """
 
     kept: Any
     saved: list[torch.Tensor | None] = field(default_factory=list)
     local: list[tuple[int, bool]] = field(default_factory=list)
-    recipe: Recipe | None = None
+    of_recipe: OfRecipe | None = None
 
 
 #: The collective in a quantizer of rows that have one scale on all ranks, for messages.
 _MAXIMA = "the reduction of maxima of current scaling"
-#: Returns the quantizer for a rank's rows of the input, or of the result's gradient; None if values are gathered.
-QuantizerOf = Callable[["Recipe", "Role", Any], Any]
 
 
 class Segment:
@@ -85,7 +89,16 @@ class Segment:
         Properties that must be equal on all ranks.
     """
 
-    __slots__ = ("_agreement", "_epoch", "exchange", "first", "program", "ranks")
+    __slots__ = (
+        "_agreement",
+        "_epoch",
+        "_maxima",
+        "_of_recipe",
+        "exchange",
+        "first",
+        "program",
+        "ranks",
+    )
 
     def __init__(
         self,
@@ -100,7 +113,10 @@ class Segment:
         self.ranks = Ranks(name, group)
         self.first = first if exchange.before is not None else None
         self._agreement = Agreement(name, group, f"{exchange} {kind}")
+        self._maxima = named(name, _MAXIMA)
+        #: Epoch of the last call under delayed scaling, and the last call's recipe.
         self._epoch: int | None = None
+        self._of_recipe: OfRecipe | None = None
 
     def check(
         self, x: torch.Tensor, *, wanted: bool, needs_x: bool, needs: Sequence[bool] = ()
@@ -155,20 +171,14 @@ class Segment:
         """
         exchange, ranks = self.exchange, self.ranks
         run, wanted = Run(None), needs[0] or needs[2]
-        enabled, *_, epoch = native.autocast_region()
-        if enabled:
-            run.recipe = FP8GlobalStateManager.get_fp8_recipe()
-            if run.recipe.delayed() and epoch != self._epoch:
-                # Also if this rank has no rows: others may have rows, and reduce their maxima with this rank.
-                owner._init_delayed_scaling()
-                self._epoch = epoch
+        of_recipe = run.of_recipe = self._recipe_now(owner)
         if self.first is not None:
             self.first.delay_wgrad_compute = True
             # Rows that were gathered in high precision are kept so, except under delayed scaling, whose scale will have
             # changed.
-            again = run.recipe is not None and not run.recipe.delayed()
+            again = of_recipe is not None and not of_recipe.recipe.delayed()
             self.first.save_original_input = again and exchange.before == "gather"
-        whole, parts, coming = self._gathered(x, run.recipe, quantizer, wanted=wanted)
+        whole, parts, coming = self._gathered(x, of_recipe, quantizer, wanted=wanted)
         leaving = self._to_leave(whole, extras)
         transfers = native_of(coming, leaving)
         if whole.numel() == 0:
@@ -204,10 +214,24 @@ class Segment:
             y = ranks.sum(y)[0]
         return y, outputs, run, whole
 
+    def _recipe_now(self, owner: Any) -> OfRecipe | None:
+        """Return the recipe of the region; None in high precision."""
+        enabled, *_, epoch = native.autocast_region()
+        if not enabled:
+            return None
+        recipe, last = FP8GlobalStateManager.get_fp8_recipe(), self._of_recipe
+        if recipe.delayed() and epoch != self._epoch:
+            # Also if this rank has no rows: others may have rows, and reduce their maxima with this rank.
+            owner._init_delayed_scaling()
+            self._epoch = epoch
+        if last is None or last.recipe is not recipe or last.epoch != epoch:
+            last = self._of_recipe = OfRecipe(recipe, epoch)
+        return last
+
     def _gathered(
         self,
         x: torch.Tensor,
-        recipe: Recipe | None,
+        of_recipe: OfRecipe | None,
         quantizer: QuantizerOf | None,
         *,
         wanted: bool,
@@ -216,15 +240,14 @@ class Segment:
         if self.exchange.before != "gather":
             return x, [], None
         made = None
-        if quantizer is not None and x.numel() != 0 and _is_quantized_throughout(recipe):
-            made = quantizer(recipe, "input", self.ranks.group)
+        if of_recipe is not None and x.numel() != 0:
+            made = of_recipe.quantizer("input", quantizer, self.ranks.group, wanted=wanted)
         if made is not None and cuts_no_blocks(made, x):
-            made.set_usage(columnwise=made.columnwise_usage and wanted)
-            is_one_scale = recipe is not None and recipe.float8_per_tensor_scaling()
-            with named(self.ranks.name, _MAXIMA):
-                value = made(x)
-            return gather_input(value, self.ranks, later=is_one_scale and self._is_cut(x, 1))
-        if recipe is None and self._is_cut(x, x.element_size()):
+            with self._maxima:
+                value = made._value_of(plain_values(x).contiguous())
+            later = value.block == 0 and self._is_cut(x, 1)
+            return gather_input(value, x.dtype, self.ranks, later=later)
+        if of_recipe is None and self._is_cut(x, x.element_size()):
             coming = Arriving(self.ranks, x)
             return coming.whole, [(coming.whole, x, False)], coming
         whole = self.ranks.gather(x)[0]  # in a recipe, the cast reads all rows
@@ -278,7 +301,7 @@ class Segment:
         exchange, ranks, first = self.exchange, self.ranks, self.first
         coming = None
         if exchange.behind == "scatter":
-            dy, coming = self._gathered_gradient(dy, run.recipe, quantizer)
+            dy, coming = self._gathered_gradient(dy, run.of_recipe, quantizer)
         tensors, regathers = list(saved), []
         for place, is_column in run.local:
             local = tensors[place]
@@ -325,22 +348,17 @@ class Segment:
         return dx, gradients, extras
 
     def _gathered_gradient(
-        self, dy: torch.Tensor, recipe: Recipe | None, quantizer: QuantizerOf | None
+        self, dy: torch.Tensor, of_recipe: OfRecipe | None, quantizer: QuantizerOf | None
     ) -> tuple[torch.Tensor, Arriving | None]:
         """Return the gradient with the rows of all ranks, and a gather that goes on."""
         made = None
-        if quantizer is not None and dy.numel() != 0 and _is_quantized_throughout(recipe):
-            made = quantizer(recipe, "grad", self.ranks.group)
+        if of_recipe is not None and dy.numel() != 0:
+            made = of_recipe.quantizer("grad", quantizer, self.ranks.group)
         if made is not None:
-            with named(self.ranks.name, _MAXIMA):
-                value = made(dy.contiguous())
-            return gather_rows(value, self.ranks, later=self._is_cut(dy, 1))
-        if recipe is None and self._is_cut(dy, dy.element_size()):
+            with self._maxima:
+                value = made._value_of(plain_values(dy).contiguous())
+            return gather_rows(value, dy.dtype, self.ranks, later=self._is_cut(dy, 1))
+        if of_recipe is None and self._is_cut(dy, dy.element_size()):
             coming = Arriving(self.ranks, dy)
             return coming.whole, coming
         return self.ranks.gather(dy)[0], None
-
-
-def _is_quantized_throughout(recipe: Recipe | None) -> TypeGuard[Recipe]:
-    """Tell whether backward reads the quantised input, or the gradient in FP8, and never their values."""
-    return recipe is not None and recipe.backward_override is None

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -26,16 +25,36 @@ def is_initialized() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-@contextmanager
-def named(name: str, collective: str) -> Iterator[None]:
-    """Name the layer in the errors of ``torch.distributed`` when a rank is gone or late."""
-    try:
-        yield
-    except TeFastError:
-        raise
-    except RuntimeError as error:
+class named:
+    """Name the layer in the errors of ``torch.distributed`` when a rank is gone or late.
+
+    It has no state, so that a layer makes one for all its calls.
+
+    Parameters
+    ----------
+    name, collective : str
+        Name of the layer, and of the collective.
+    """
+
+    __slots__ = ("_collective", "_name")
+
+    def __init__(self, name: str, collective: str) -> None:
+        self._name, self._collective = name, collective
+
+    def __enter__(self) -> None:
+        """Begin."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Raise the error of the layer in place of one of ``torch.distributed``."""
+        if not isinstance(error, RuntimeError) or isinstance(error, TeFastError):
+            return
         message = (
-            f"{name}: {collective} failed; another rank has stopped, is late, or does something "
+            f"{self._name}: {self._collective} failed; another rank has stopped, is late, or does something "
             f"else: {error}"
         )
         raise RanksError(message) from error
@@ -196,15 +215,20 @@ def gather_along_first_dim(
     size = get_distributed_world_size(process_group)
     if size == 1:
         return inp, None
+    return gather_of(size, inp, process_group, async_op=async_op)
+
+
+def gather_of(
+    size: int, inp: torch.Tensor, group: Any, *, async_op: bool
+) -> tuple[torch.Tensor, Handle]:
+    """Do the same among `size` ranks, which are several."""
     _check_has_rows("gather_along_first_dim", inp)
     inp = inp.contiguous()
-    out = inp.new_empty((inp.shape[0] * size, *inp.shape[1:]))
+    rows, *others = inp.shape
+    out = inp.new_empty((rows * size, *others))
     if inp.numel() == 0:
         return out, None
-    handle = torch.distributed.all_gather_into_tensor(
-        out, inp, group=process_group, async_op=async_op
-    )
-    return out, handle
+    return out, torch.distributed.all_gather_into_tensor(out, inp, group=group, async_op=async_op)
 
 
 def reduce_scatter_along_first_dim(
@@ -249,14 +273,21 @@ def reduce_scatter_along_first_dim(
     size = get_distributed_world_size(tp_group)
     if size == 1:
         return inp, None
+    return reduce_scatter_of(size, inp, tp_group, async_op=async_op)
+
+
+def reduce_scatter_of(
+    size: int, inp: torch.Tensor, group: Any, *, async_op: bool
+) -> tuple[torch.Tensor, Handle]:
+    """Do the same among `size` ranks, which are several."""
     _check_has_rows("reduce_scatter_along_first_dim", inp)
-    check_rows(inp.shape[0], size, "reduce_scatter_along_first_dim")
+    rows, *others = inp.shape
+    check_rows(rows, size, "reduce_scatter_along_first_dim")
     inp = inp.contiguous()
-    out = inp.new_empty((inp.shape[0] // size, *inp.shape[1:]))
+    out = inp.new_empty((rows // size, *others))
     if inp.numel() == 0:
         return out, None
-    handle = torch.distributed.reduce_scatter_tensor(out, inp, group=tp_group, async_op=async_op)
-    return out, handle
+    return out, torch.distributed.reduce_scatter_tensor(out, inp, group=group, async_op=async_op)
 
 
 def allreduce(

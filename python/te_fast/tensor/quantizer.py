@@ -336,11 +336,16 @@ class Float8QuantizerBase(Quantizer):
     def quantize_impl(self, tensor: torch.Tensor) -> Any:
         """Quantise a tensor without autograd."""
         src = plain_values(tensor).contiguous()
-        value = self._fresh_value()
-        self._write(src, value, None)
+        value = self._value_of(src)
         if self.internal:
             return self._storage_class._storage_of(value, src.dtype, self)
         return self._tensor_class._of_value(value, src.shape, src.dtype, self)
+
+    def _value_of(self, src: torch.Tensor) -> native.QuantizedValue:
+        """Return bytes and scales of plain contiguous values."""
+        value = self._fresh_value()
+        self._write(src, value, None)
+        return value
 
     def update_quantized(
         self, src: torch.Tensor, dst: Any, *, noop_flag: torch.Tensor | None = None
