@@ -23,6 +23,7 @@ from ranks import Scenes, Stop, device
 from recipes import RECIPES
 from reference import QuantizedLinear, quantize_1d
 from te_fast import _config
+from te_fast.common import recipe as te_recipe
 from te_fast.parallel.collectives import Ranks
 from te_fast.parallel.quantized import Gather, gather_input
 
@@ -802,6 +803,56 @@ def inputs_of_every_kind():
         with torch.no_grad(), region(recipe):
             strided = random(IN, 8, seed=1).float().t()
             assert torch.equal(layer(strided), layer(strided.contiguous()))
+
+
+@scene
+def recipes_may_change_between_calls():
+    """Each call rounds as its own recipe says, and its backward too, in whatever order: bit for bit as one rank."""
+    rank, size = rank_and_size()
+    x, g = random(ROWS, IN, seed=1).float(), random(ROWS, OUT, seed=3).float()
+    w = random(OUT, IN, seed=2).float().clamp_(-3.0, 3.0)
+    # All shares of the weight, and of the gradient's columns, have the same scale.
+    w[0 :: OUT // size], w[:, 0 :: IN // size] = 3.0, 3.0
+    g = g.clamp_(-3.0, 3.0)
+    g[0, 0 :: OUT // size] = 3.0
+    options = {"bias": False, "device": device()}
+    ranks = {"sequence_parallel": True, "tp_group": dist.group.WORLD}
+    whole = te.Linear(IN, OUT, **options)
+    column = te.Linear(IN, OUT, parallel_mode="column", **options, **ranks)
+    row = te.Linear(IN, OUT, parallel_mode="row", **options, **ranks)
+    fill(whole, weight=w)
+    fill(column, weight=share(w, 0))
+    fill(row, weight=share(w, 1))
+
+    def forward(recipe):
+        xs = x.clone(), share(x, 0).clone(), share(x, -1).contiguous()
+        xs = [one.requires_grad_() for one in xs]
+        with te.autocast(recipe=recipe):
+            return xs, [layer(one) for layer, one in zip((whole, column, row), xs, strict=True)]
+
+    def check(what, xs, ys):
+        assert torch.equal(ys[1], share(ys[0], -1)), what
+        for y, dy in zip(ys, (g, share(g, -1).contiguous(), share(g, 0)), strict=True):
+            y.backward(dy)
+        assert torch.equal(xs[2].grad, share(xs[0].grad, -1)), what
+        close(xs[1].grad, share(xs[0].grad, 0).double(), 1e-5, what)
+
+    one, rounded = te_recipe.Float8CurrentScaling(), te_recipe.QParams(power_2_scale=True)
+    check("a recipe", *forward(one))
+    one.fp8_quant_fwd_inp = one.fp8_quant_bwd_grad = rounded
+    check("another that equals the former", *forward(te_recipe.Float8CurrentScaling()))
+    check("the first, changed", *forward(one))
+    one.fp8_format = te_recipe.Format.E4M3
+    wide = te_recipe.Float8CurrentScaling()
+    former, latter = forward(one), forward(wide)
+    with torch.no_grad(), te.autocast(recipe=te_recipe.Float8CurrentScaling()):
+        column(share(x, 0))
+    check("the first of two", *former)
+    check("the second of two", *latter)
+    former = forward(wide)
+    wide.fp8_format = te_recipe.Format.E4M3
+    check("another recipe after forward", *forward(wide))
+    check("a recipe that changed before backward", *former)
 
 
 @scene

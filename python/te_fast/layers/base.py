@@ -208,15 +208,19 @@ class TransformerEngineBaseModule(StatefulModule):
         """
         kind = inp.device.type
         if torch.is_autocast_enabled(kind):
-            self.activation_dtype = torch.get_autocast_dtype(kind)
-            return
-        self._check_types(inp)
-        self.activation_dtype = inp.dtype
+            dtype = torch.get_autocast_dtype(kind)
+        else:
+            dtype = inp.dtype
+            self._check_types(inp)
+        if dtype != self.activation_dtype:  # a module's attributes are slow to set
+            self.activation_dtype = dtype
 
     def _check_types(self, inp: torch.Tensor) -> None:
         """Raise unless all parameters have the type of the input."""
-        for name, parameter in self.named_parameters():
-            if parameter is not None and parameter.dtype != inp.dtype:
+        dtype = inp.dtype
+        own = self.named_parameters() if self._modules else self._parameters.items()
+        for name, parameter in own:
+            if parameter is not None and parameter.dtype != dtype:
                 message = (
                     f"{self.name}: the input is {inp.dtype} and parameter {name} is "
                     f"{parameter.dtype}; cast one, or run under torch.autocast"

@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 
 _NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 
+#: Types of inputs that need no look at their class.
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
 
 class ProgramLayer(TransformerEngineBaseModule):
     """A layer that is one native program: an optional norm, and the ops after it."""
@@ -374,6 +377,8 @@ class ProgramLayer(TransformerEngineBaseModule):
 
     def _plain_input(self, inp: torch.Tensor, enabled: bool) -> torch.Tensor:
         """Return the input in the layer's type as a plain tensor, or quantised if the program reads it so."""
+        if type(inp) in _PLAIN:
+            return inp if inp.dtype == self.activation_dtype else inp.to(self.activation_dtype)
         if is_quantized(inp):
             if enabled and inp.dtype == self.activation_dtype and not self.checkpoint:
                 return inp
@@ -381,7 +386,7 @@ class ProgramLayer(TransformerEngineBaseModule):
         elif isinstance(inp, QuantizedTensorStorage):  # an IdentityTensor, or one of two values
             inp = inp.dequantize(dtype=self.activation_dtype)
         x = inp.to(self.activation_dtype)
-        return x if type(x) in (torch.Tensor, torch.nn.Parameter) else x.as_subclass(torch.Tensor)
+        return x if type(x) in _PLAIN else x.as_subclass(torch.Tensor)
 
     def _forward_on_ranks(
         self,

@@ -35,7 +35,7 @@ class Segments:
     """
 
     # No reference to the layer: a cycle would leave the layer and its memory to the garbage collector.
-    __slots__ = ("_in_graphs", "body", "head")
+    __slots__ = ("_in_graphs", "body", "head", "norms")
 
     def __init__(
         self,
@@ -45,6 +45,8 @@ class Segments:
         body: native.Program,
     ) -> None:
         self.head = head
+        #: Parameters of the head.
+        self.norms = len(layer._norm_names()) if head is not None else 0
         self._in_graphs: SegmentsInGraphs | None = None
         first = layer._handles[layer._LINEARS[0]]
         columns = layer._input_size()
@@ -107,8 +109,7 @@ class SegmentsInGraphs:
         self.body = Traced(body.program, layer, layer.name)
         self.exchange = body.exchange
         self.ranks = in_graphs.ranks_of(layer.name, body.ranks.group)
-        #: Parameters of the head.
-        self.norms = len(layer._norm_names()) if head is not None else 0
+        self.norms = segments.norms
 
     def run(
         self,
@@ -150,7 +151,6 @@ class _Call:
         "head",
         "head_saved",
         "needs_x",
-        "norms",
         "tail",
     )
 
@@ -163,8 +163,6 @@ class _Call:
     ) -> None:
         self._segments, self._layer = segments, layer
         self._version, self._is_first_microbatch = version, is_first_microbatch
-        #: Parameters of the head.
-        self.norms = len(layer._norm_names()) if segments.head is not None else 0
         #: A bias that is added to the sum of all ranks.
         self.tail: torch.Tensor | None = None
         self.head: Any = None
@@ -180,7 +178,7 @@ class _Call:
         """Return the result, and the norm's result if the layer returns it."""
         segments, layer = self._segments, self._layer
         self.needs_x = needs_x
-        head, body = parameters[: self.norms], parameters[self.norms :]
+        head, body = parameters[: segments.norms], parameters[segments.norms :]
         if segments.body.exchange.behind is not None and layer.apply_bias:
             body, self.tail = body[:-1], body[-1]
         normed = x
@@ -246,7 +244,7 @@ class _Call:
             return (dx if self.needs_x else None, *gradients, *last)
         if dnormed is not None:
             dx = dnormed if dx is None else dx + dnormed
-        norms: Any = (None,) * self.norms
+        norms: Any = (None,) * self._segments.norms
         if dx is not None and self.head is not None:
             dx, norms, _ = rows.run_backward(self.head, saved[:count], dx, ())
         return (dx if self.needs_x else None, *norms, *gradients, *last)

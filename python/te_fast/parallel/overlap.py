@@ -8,8 +8,8 @@ in which they can run beside each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -89,16 +89,20 @@ def setting() -> tuple[int, bool]:
     return _forced or 0, _config.ONE_QUEUE
 
 
+def may_cut() -> bool:
+    """Tell whether the settings let any product be cut."""
+    return _config.ONE_QUEUE if _forced is None else _forced != 1
+
+
 def _pays(rows: int, all_bytes: int, device: torch.device) -> bool:
     """Tell whether to cut a product of which each rank has `rows` rows; the whole operand has `all_bytes`."""
-    if rows == 0 or rows % _ROW_GRANULE != 0 or _forced == 1:
+    if rows == 0 or rows % _ROW_GRANULE != 0 or not may_cut():
         return False
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return False
     if _forced is not None:
         return True
-    is_in_order = device.type == "cuda" and _config.ONE_QUEUE
-    return is_in_order and rows >= _ROWS and all_bytes >= _BYTES
+    return device.type == "cuda" and rows >= _ROWS and all_bytes >= _BYTES
 
 
 def own_rows_first(rows: int, row_bytes: int, ranks: int, device: torch.device) -> bool:
@@ -245,13 +249,26 @@ def native_of(
     return (given, _forced is not None) if given else None
 
 
-@contextmanager
-def joined(*transfers: Arriving | Leaving | None) -> Iterator[None]:
+class joined:
     """Let this stream wait for collectives if something raises, since their memory may be freed then."""
-    try:
-        yield
-    except BaseException:
-        for transfer in transfers:
+
+    __slots__ = ("_transfers",)
+
+    def __init__(self, *transfers: Arriving | Leaving | None) -> None:
+        self._transfers = transfers
+
+    def __enter__(self) -> None:
+        """Begin."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Wait after an error."""
+        if error is None:
+            return
+        for transfer in self._transfers:
             if transfer is not None:
                 transfer.join()
-        raise

@@ -19,6 +19,7 @@ from te_fast.tensor.float8 import Float8CurrentScalingQuantizer, Float8Tensor
 from te_fast.tensor.of_recipe import quantizer_of
 
 Role = Literal["input", "grad"]
+_ROLES: tuple[Role, ...] = ("input", "grad")
 #: A program's tensor with the rows of all ranks, this rank's part of it, and whether it is a column layout.
 Part = tuple[torch.Tensor, torch.Tensor, bool]
 #: Returns the quantizer for a rank's rows of the input, or of the result's gradient; None if values are gathered.
@@ -82,44 +83,46 @@ class OfRecipe:
     Parameters
     ----------
     recipe : Recipe
-        Recipe of the region.
+        Recipe of the region. If it changes between forward and backward, both still round by its former content.
     epoch : int
         The region's epoch, which changes with the recipe's content.
+    group : torch.distributed.ProcessGroup
+        Ranks that have parts of the rows.
     """
 
-    __slots__ = ("_made", "epoch", "recipe")
+    __slots__ = ("_are_read", "_group", "_is_delayed", "_made", "epoch", "recipe")
 
-    def __init__(self, recipe: Recipe, epoch: int) -> None:
-        self.recipe, self.epoch = recipe, epoch
-        self._made: dict[tuple[Role, bool], Any] = {}
+    def __init__(self, recipe: Recipe, epoch: int, group: Any) -> None:
+        self.recipe, self.epoch, self._group = recipe, epoch, group
+        self._is_delayed = recipe.delayed()  # its scales belong to a layer, and may move
+        # With an override, backward reads values in high precision, and values are gathered.
+        self._are_read = recipe.backward_override is None
+        self._made: dict[Role, Any] = {}
+        if self._are_read and not self._is_delayed:
+            for role in _ROLES:
+                self._made[role] = quantizer_of_rows(recipe, role, None, 0, group)
 
-    def quantizer(
-        self, role: Role, quantizer_of: QuantizerOf | None, group: Any, *, wanted: bool = True
-    ) -> Any:
+    def quantizer(self, role: Role, of_owner: QuantizerOf | None, *, wanted: bool = True) -> Any:
         """Return the quantizer for a rank's rows; None if values are gathered.
 
         Parameters
         ----------
         role : {'input', 'grad'}
             The operand.
-        quantizer_of : Callable, optional
-            The owner's function, always the same one for a role; None if values are gathered.
-        group : torch.distributed.ProcessGroup
-            Ranks that have parts of the rows.
+        of_owner : Callable, optional
+            Finds the owner's scales of delayed scaling; None if values are gathered.
         wanted : bool, default = True
             Whether a backward follows, which reads column layouts.
         """
-        # With an override, backward reads values in high precision.
-        if quantizer_of is None or self.recipe.backward_override is not None:
+        if of_owner is None or not self._are_read:
             return None
-        if self.recipe.delayed():  # its scales may have moved
-            return quantizer_of(self.recipe, role, group)
-        key = role, wanted
-        if key not in self._made:
-            made = self._made[key] = quantizer_of(self.recipe, role, group)
-            if made is not None:
-                made.set_usage(columnwise=made.columnwise_usage and wanted)
-        return self._made[key]
+        if self._is_delayed:
+            return of_owner(self.recipe, role, self._group)
+        made = self._made.get(role)
+        if made is not None and made.columnwise_usage and not wanted:
+            made = made.copy()
+            made.set_usage(columnwise=False)
+        return made
 
 
 def gather_rows(

@@ -21,6 +21,7 @@ from te_fast.parallel.overlap import (
     Leaving,
     ends_of_blocks,
     joined,
+    may_cut,
     native_of,
     own_rows_first,
 )
@@ -225,7 +226,7 @@ class Segment:
             owner._init_delayed_scaling()
             self._epoch = epoch
         if last is None or last.recipe is not recipe or last.epoch != epoch:
-            last = self._of_recipe = OfRecipe(recipe, epoch)
+            last = self._of_recipe = OfRecipe(recipe, epoch, self.ranks.group)
         return last
 
     def _gathered(
@@ -241,7 +242,7 @@ class Segment:
             return x, [], None
         made = None
         if of_recipe is not None and x.numel() != 0:
-            made = of_recipe.quantizer("input", quantizer, self.ranks.group, wanted=wanted)
+            made = of_recipe.quantizer("input", quantizer, wanted=wanted)
         if made is not None and cuts_no_blocks(made, x):
             with self._maxima:
                 value = made._value_of(plain_values(x).contiguous())
@@ -255,15 +256,17 @@ class Segment:
 
     def _is_cut(self, own: torch.Tensor, element_size: int) -> bool:
         """Tell whether the product of this rank's rows runs while the other ranks' rows are gathered."""
+        if not may_cut():
+            return False
         columns = own.shape[-1]
         rows_of = own.numel() // max(columns, 1)
         return own_rows_first(rows_of, columns * element_size, self.ranks.size, own.device)
 
     def _to_leave(self, x: torch.Tensor, extras: Tensors) -> Leaving | None:
         """Return the transfer of the result in blocks; None if it leaves at once."""
-        size, columns = self.ranks.size, x.shape[-1]
-        if self.exchange.behind != "scatter" or extras or x.numel() == 0:
+        if self.exchange.behind != "scatter" or extras or not may_cut() or x.numel() == 0:
             return None
+        size, columns = self.ranks.size, x.shape[-1]
         rows_of, width = x.numel() // columns // size, self.program.widths(columns)[0]
         ends = ends_of_blocks(rows_of, width, x.element_size(), size, x.device)
         if not ends:
@@ -353,7 +356,7 @@ class Segment:
         """Return the gradient with the rows of all ranks, and a gather that goes on."""
         made = None
         if of_recipe is not None and dy.numel() != 0:
-            made = of_recipe.quantizer("grad", quantizer, self.ranks.group)
+            made = of_recipe.quantizer("grad", quantizer)
         if made is not None:
             with self._maxima:
                 value = made._value_of(plain_values(dy).contiguous())

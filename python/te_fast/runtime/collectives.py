@@ -158,8 +158,8 @@ def check_rows(rows: int, size: int, what: str) -> None:
         raise ShapeError(message)
 
 
-def _check_has_rows(function: str, x: torch.Tensor) -> None:
-    if x.dim() == 0:
+def _check_has_rows(function: str, shape: torch.Size) -> None:
+    if not shape:
         message = f"{function}: the tensor must have a first dimension, got a scalar"
         raise ShapeError(message)
 
@@ -222,10 +222,10 @@ def gather_of(
     size: int, inp: torch.Tensor, group: Any, *, async_op: bool
 ) -> tuple[torch.Tensor, Handle]:
     """Do the same among `size` ranks, which are several."""
-    _check_has_rows("gather_along_first_dim", inp)
+    shape = inp.shape
+    _check_has_rows("gather_along_first_dim", shape)
     inp = inp.contiguous()
-    rows, *others = inp.shape
-    out = inp.new_empty((rows * size, *others))
+    out = inp.new_empty((shape[0] * size, *shape[1:]))
     if inp.numel() == 0:
         return out, None
     return out, torch.distributed.all_gather_into_tensor(out, inp, group=group, async_op=async_op)
@@ -280,11 +280,11 @@ def reduce_scatter_of(
     size: int, inp: torch.Tensor, group: Any, *, async_op: bool
 ) -> tuple[torch.Tensor, Handle]:
     """Do the same among `size` ranks, which are several."""
-    _check_has_rows("reduce_scatter_along_first_dim", inp)
-    rows, *others = inp.shape
-    check_rows(rows, size, "reduce_scatter_along_first_dim")
+    shape = inp.shape
+    _check_has_rows("reduce_scatter_along_first_dim", shape)
+    check_rows(shape[0], size, "reduce_scatter_along_first_dim")
     inp = inp.contiguous()
-    out = inp.new_empty((rows // size, *others))
+    out = inp.new_empty((shape[0] // size, *shape[1:]))
     if inp.numel() == 0:
         return out, None
     return out, torch.distributed.reduce_scatter_tensor(out, inp, group=group, async_op=async_op)
