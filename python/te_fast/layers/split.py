@@ -132,7 +132,8 @@ class SplitLinear(PartedLayer):
         return self.bias_names[0]
 
     def _whole_weight(self) -> torch.Tensor:
-        return self._weight(overwrite=False)[0].detach() if self._parts else self.weight
+        weight, _ = self._weight(overwrite=False)
+        return weight.detach() if self._parts else weight
 
     # Parameters ----------------------------------------------------------------------------------
 
@@ -222,7 +223,8 @@ class SplitLinear(PartedLayer):
     def _weight(self, *, overwrite: bool) -> tuple[torch.Tensor, int | None]:
         """Return the whole weight, and a version of concatenated parts."""
         if self._parts is None:
-            return self.weight, None
+            weight = self._parameters.get("weight")  # a parametrised one is an attribute
+            return self.weight if weight is None else weight, None
         parts = [getattr(self, name) for name in self.weight_names]
         if len(parts) == 1 and is_quantized(parts[0]):
             return parts[0], None
