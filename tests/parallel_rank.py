@@ -1064,6 +1064,25 @@ def known_kinds_that_differ():
 
 
 @scene
+def an_exception_on_one_rank_starts_no_reduction():
+    """A region that it leaves does not wait for ranks that are in none."""
+    rank, size = rank_and_size()
+    layer = te.Linear(IN, OUT, device=device())
+    x = torch.ones(ROWS, IN)
+    with region("delayed"):
+        layer(x)
+    if rank == 1:
+        with raises(KeyError, "of this rank"), region("delayed"):
+            layer(x)
+            raise KeyError("of this rank")
+    ranks = torch.ones(1)
+    dist.all_reduce(ranks)
+    assert ranks == size
+    with region("delayed"):
+        layer(x)
+
+
+@scene
 def counts_of_experts_rows_that_differ():
     """In debug mode ranks that divide experts' features compare the counts, as a list or a tensor."""
     rank, size = rank_and_size()

@@ -145,6 +145,23 @@ def test_updates_wait_for_the_outermost_exit_and_for_gradients():
     assert state.scale.tolist() == [224.0] * 3
 
 
+def test_an_exception_that_leaves_a_region_leaves_the_update_to_the_next_one():
+    """On several ranks, one of which raises, a reduction would wait for the others."""
+    recipe = DelayedScaling(amax_history_len=4, fp8_format=Format.E4M3, **LOCAL)
+    layer = te.Linear(16, 16, bias=False, device="cpu")
+    torch.nn.init.constant_(layer.weight, 0.5)
+    with pytest.raises(KeyError), te.autocast(recipe=recipe):
+        layer(torch.full((16, 16), 8.0))
+        raise KeyError
+    state = layer.fp8_meta["scaling_fwd"]
+    assert torch.equal(state.scale, torch.ones_like(state.scale))
+    assert state.amax_history[0, :2].tolist() == [8.0, 0.5]
+    with te.autocast(recipe=recipe):
+        layer(torch.full((16, 16), 2.0))
+    assert state.scale[:2].tolist() == [448 / 8, 448 / 0.5]
+    assert state.amax_history[:, 0].tolist() == [0, 0, 0, 8]
+
+
 def test_calibration_updates_also_without_gradients():
     state = make_state()
     with torch.no_grad(), q.autocast(enabled=False, calibrating=True, recipe=state.recipe):

@@ -92,6 +92,7 @@ class autocast(native.AutocastRegion):
     -----
     Delayed scaling updates forward scales when the outermost region ends, if gradients are enabled
     there, and backward scales when the first FP8 layer of the region has finished its backward.
+    A region that an exception leaves updates nothing; the next one updates for both.
 
     Each thread has its own regions. A thread that has entered none uses the region of another thread. An update of
     delayed scaling covers the layers of all threads.

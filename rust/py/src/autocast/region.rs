@@ -169,12 +169,10 @@ impl AutocastRegion {
             at_end(py)?;
         }
         release(py, state)?;
-        if due != Due::Nothing {
+        // After an exception the next region's end updates: an exception on one rank would wait for the other ranks here.
+        if due != Due::Nothing && exception.get_item(0).map_or(true, |kind| kind.is_none()) {
             // Without gradients only calibration updates, for the calibration of a trained model.
-            let updated = callbacks.update.bind(py).call1((!enabled,));
-            if exception.get_item(0).map_or(true, |kind| kind.is_none()) {
-                updated?;
-            }
+            callbacks.update.bind(py).call1((!enabled,))?;
         }
         Ok(())
     }
