@@ -247,5 +247,53 @@ def copies_of_models():
     model(torch.ones(4, COLS // dist.get_world_size())).sum().backward()
 
 
+@scene
+def optimizers_of_shards():
+    """Optimizers step shards, of no rows, too, as torch's step whole parameters."""
+    kinds = {
+        te.optimizers.FusedAdam: torch.optim.AdamW,
+        te.optimizers.FusedSGD: torch.optim.SGD,
+    }
+    for ours, torchs in kinds.items():
+        sets: list[dict] = [{"weight_decay": 0.1}]
+        if ours is te.optimizers.FusedSGD:
+            sets += [{"momentum": 0.9, "nesterov": True}, {"momentum": 0.9, "dampening": 0.5}]
+        for options in sets:
+            models = [made(lambda: te.Linear(COLS, 3, device="cpu")) for _ in range(2)]
+            models[0].append(te.Linear(3, 1, device="cpu"))
+            models[1].append(copy.deepcopy(models[0][1]))
+            shard(models[0])
+            optimizers = [
+                kind(model.parameters(), lr=0.01, **options)
+                for kind, model in zip((ours, torchs), models, strict=True)
+            ]
+            for number in range(3):
+                for model, optimizer in zip(models, optimizers, strict=True):
+                    optimizer.zero_grad()
+                    step(model, None, batch(number, 0))
+                    optimizer.step()
+            state = optimizers[0].state_dict()["state"].values()
+            assert all(hasattr(one, "to_local") for each in state for one in each.values())
+            for one, other in zip(*(model.parameters() for model in models), strict=True):
+                assert torch.allclose(whole(one), other, rtol=1e-4, atol=1e-6), (ours, options)
+
+
+@scene
+def gradients_that_are_sums_over_ranks():
+    """The gradient of a parameter that all ranks have whole may be the sum of the ranks' terms."""
+    from torch.distributed.tensor import DTensor, Partial, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for kind in (te.optimizers.FusedAdam, te.optimizers.FusedSGD):
+        plain = torch.nn.Parameter(torch.ones(COLS))
+        shared = torch.nn.Parameter(distribute_tensor(torch.ones(COLS), mesh))
+        terms = [batch(number, 0)[0] for number in range(dist.get_world_size())]
+        plain.grad = torch.stack(terms).sum(0)
+        shared.grad = DTensor.from_local(terms[dist.get_rank()], mesh, [Partial()])
+        for parameter in (plain, shared):
+            kind([parameter], lr=0.1).step()
+        assert torch.allclose(shared.to_local(), plain, rtol=1e-5, atol=1e-6), kind
+
+
 if __name__ == "__main__":
     scenes.main()

@@ -19,8 +19,9 @@ from te_fast.errors import (
 )
 from te_fast.optimizers import stored
 from te_fast.optimizers.layouts import laid_out_as, without_gaps
-from te_fast.optimizers.multi_tensor import local_part as _local
 from te_fast.optimizers.options import check_betas, check_not_negative
+from te_fast.optimizers.shards import local_part as _local
+from te_fast.optimizers.shards import sharded_like, shared_as
 from te_fast.optimizers.zeroing import forgets, warn_of_set_grad_none
 from te_fast.tensor.primary import is_quantized, note_master
 
@@ -280,7 +281,7 @@ class FusedAdam(torch.optim.Optimizer):
             made, scale = torch.zeros_like(like, dtype=torch.int16), None
         else:
             made, scale = stored.make(like, self.name_to_dtype_map[state_name])
-        self.state[parameter][state_name] = _sharded_like(parameter, made)
+        self.state[parameter][state_name] = sharded_like(parameter, made)
         if scale is not None:
             self._scales.setdefault(parameter, {})[state_name] = scale
 
@@ -403,7 +404,7 @@ class FusedAdam(torch.optim.Optimizer):
         for number, parameter in self._by_number(state_dict).items():
             if number in state_dict["state"]:
                 state_dict["state"][number] = {
-                    name: _sharded_like(parameter, self.get_unscaled_state(parameter, name))
+                    name: sharded_like(parameter, self.get_unscaled_state(parameter, name))
                     for name in state_dict["state"][number]
                 }
         return state_dict
@@ -535,6 +536,7 @@ class FusedAdam(torch.optim.Optimizer):
             grad = self._gradient(parameter)
             if grad is not None and grad.numel() > 0:
                 self._check_parameter(_local(parameter))
+                grad = shared_as(grad, parameter)
                 _check_size(_local(parameter), _local(grad))
                 pairs.append((parameter, grad))
         return pairs
@@ -689,15 +691,3 @@ def _check_size(local: torch.Tensor, grad: torch.Tensor) -> None:
             f"{list(grad.shape)}"
         )
         raise ListsError(message)
-
-
-def _sharded_like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Return a rank's part as a ``DTensor`` if the parameter is one."""
-    if _local(parameter) is parameter:
-        return local
-    from torch.distributed.tensor import DTensor
-
-    about: Any = parameter
-    return DTensor.from_local(
-        local, about.device_mesh, about.placements, shape=about.size(), stride=about.stride()
-    )

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
 
 import torch
+from torch.optim.sgd import sgd
 
 from te_fast.errors import ArgumentError, UnsupportedError
 from te_fast.optimizers.layouts import has_gaps, laid_out_as
 from te_fast.optimizers.options import check_not_negative
+from te_fast.optimizers.shards import local_part, sharded_like, shared_as
 from te_fast.optimizers.zeroing import forgets, warn_of_set_grad_none
 
 
@@ -108,33 +110,73 @@ class FusedSGD(torch.optim.SGD):
         """Return the state of torch's optimizer, and the options that it does not know, for copies and pickles."""
         return {**super().__getstate__(), "set_grad_none": self.set_grad_none}
 
-    def _init_group(
-        self,
-        group: dict[str, Any],
-        params: list[torch.Tensor],
-        grads: list[torch.Tensor],
-        momentum_buffer_list: list[torch.Tensor | None],
-    ) -> bool:
-        """Collect a group's tensors, and give momentum to parameters that have none yet.
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters.
+
+        Parameters
+        ----------
+        closure : Callable, optional
+            Computes the loss and the gradients again.
+
+        Returns
+        -------
+        object
+            The closure's result.
+
+        Raises
+        ------
+        UnsupportedError
+            For sparse gradients, and for a parameter whose memory has gaps. No parameter has changed then.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._check_parameters()
+        for group in self.param_groups:
+            self._update(group)
+        return loss
+
+    def _update(self, group: dict[str, Any]) -> None:
+        """Update a group's parameters that have gradients; of a ``DTensor``, this rank's part."""
+        given: list[torch.Tensor] = []
+        grads: list[torch.Tensor] = []
+        kept: list[torch.Tensor | None] = []
+        self._init_group(group, given, grads, kept)
+        locals_ = [local_part(param) for param in given]
+        grads = [
+            laid_out_as(local_part(shared_as(grad, param)), local)
+            for param, grad, local in zip(given, grads, locals_, strict=True)
+        ]
+        buffers = self._momentum(group, grads, kept)
+        options = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize", "fused")
+        sgd(
+            locals_,
+            grads,
+            buffers,
+            grad_scale=getattr(self, "grad_scale", None),
+            found_inf=getattr(self, "found_inf", None),
+            **{name: group[name] for name in options},
+        )
+        for param, buffer in zip(given, buffers, strict=False):
+            self.state[param]["momentum_buffer"] = sharded_like(param, buffer)
+
+    def _momentum(
+        self, group: dict[str, Any], grads: list[torch.Tensor], kept: list[torch.Tensor | None]
+    ) -> list[Any]:
+        """Return the momenta of gradients, which begin with zeros for parameters that have none yet.
 
         torch's kernel takes a list in which all parameters have momentum, or none. In the latter case it leaves
         uninitialised memory behind if ``found_inf`` skips the step.
         """
-        if group is self.param_groups[0]:  # before any group is written
-            self._check_parameters()
-        has_sparse: bool = super()._init_group(group, params, grads, momentum_buffer_list)
-        for at, param in enumerate(params):
-            grads[at] = laid_out_as(grads[at], param)
-        if group["momentum"] == 0.0:
-            return has_sparse
-        is_first = all(buffer is None for buffer in momentum_buffer_list)
+        is_first = all(buffer is None for buffer in kept)
         if is_first and group["dampening"] != 0.0:  # torch does not dampen first gradients
-            return has_sparse
-        for at, (grad, buffer) in enumerate(zip(grads, momentum_buffer_list, strict=True)):
-            momentum_buffer_list[at] = (
-                torch.zeros_like(grad) if buffer is None else laid_out_as(buffer, grad)
-            )
-        return has_sparse
+            return kept
+        return [
+            torch.zeros_like(grad) if buffer is None else laid_out_as(local_part(buffer), grad)
+            for grad, buffer in zip(grads, kept, strict=False)
+        ]
 
     def _check_parameters(self) -> None:
         """Refuse parameters and gradients that the step cannot take."""

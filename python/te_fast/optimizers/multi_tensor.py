@@ -12,17 +12,11 @@ from typing import Any
 import torch
 
 from te_fast.errors import ListsError
+from te_fast.optimizers.shards import local_part
 from te_fast.runtime.arguments import check_numbers, check_tensors
 
 Lists = Sequence[list[torch.Tensor]]
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-
-
-def local_part(tensor: Any) -> torch.Tensor:
-    """Return this rank's part of a ``DTensor``, and any other tensor as it is."""
-    if type(tensor) is torch.Tensor or not hasattr(tensor, "to_local"):
-        return tensor
-    return tensor.to_local()
 
 
 def are_lists(tensor_lists: Any) -> bool:
