@@ -110,6 +110,29 @@ def test_a_weight_that_was_away_is_quantised_again(layer, recipe):
 
 
 @on_the_cpu
+@pytest.mark.parametrize("part", ["self_attention", "layernorm_mlp"])
+def test_a_bias_that_is_freed_before_the_residual_sum_is_refused(group, part):
+    from torch.distributed.fsdp import fully_shard
+
+    def made(**options):
+        torch.default_generator.manual_seed(0)
+        rates = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+        layer = te.TransformerLayer(32, 64, 4, device="cpu", **rates)
+        fully_shard(getattr(layer, part), **options)
+        return fully_shard(layer)
+
+    x = torch.ones(4, 2, 32)
+    with pytest.raises(RuntimeError, match=r"TransformerLayer: .* FSDP2 has freed .* whole layer"):
+        made()(x)
+    plain = te.TransformerLayer(32, 64, 4, hidden_dropout=0.0, attention_dropout=0.0, device="cpu")
+    module = made(reshard_after_forward=False)
+    with torch.no_grad():
+        for parameter, sharded in zip(plain.parameters(), module.parameters(), strict=True):
+            parameter.copy_(sharded.to_local())
+    assert torch.allclose(module(x), plain(x), atol=1e-5)
+
+
+@on_the_cpu
 @pytest.mark.parametrize("recipe", [None, Float8CurrentScaling])
 def test_converted_models(group, recipe):
     from torch.distributed.fsdp import fully_shard

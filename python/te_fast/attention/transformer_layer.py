@@ -21,7 +21,7 @@ from te_fast.attention.simple import (
     simple_call,
 )
 from te_fast.attention.tail import Tail
-from te_fast.errors import DtypeError, ShapeError
+from te_fast.errors import DtypeError, ShapeError, StateError
 from te_fast.layers.layernorm_mlp import LayerNormMLP
 from te_fast.layers.linear import Linear
 from te_fast.layers.norm import LayerNorm, RMSNorm
@@ -425,6 +425,8 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
             If tensors do not fit the layer or each other.
         UnsupportedError
             For what torch's kernels cannot do.
+        StateError
+            If FSDP2 has sharded a part of the layer alone and frees its bias.
         """
         if enc_dec_attn_mask_type is not None:  # an encoder does not read it
             check_mask(self._shown, enc_dec_attn_mask_type)
@@ -653,7 +655,19 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
     ) -> torch.Tensor:
         """Return the sum of a block's result, bias and residual; the block may return the residual itself."""
         out, bias, *normed = outs
+        if not is_compiling():
+            self._check_has_memory(bias)
         return self._summed(out, bias, normed[0] if normed else residual, drop_path)
+
+    def _check_has_memory(self, bias: torch.Tensor | None) -> None:
+        """Refuse a bias that a part has returned, and whose memory FSDP2 has freed at the end of the part's forward."""
+        if bias is not None and bias.numel() != 0 and bias.untyped_storage().nbytes() == 0:
+            message = (
+                f"{self._shown}: the residual sum reads the bias of a part of the layer that is sharded alone, and "
+                "FSDP2 has freed it; shard the whole layer by fully_shard(layer), or its parts with "
+                "reshard_after_forward=False"
+            )
+            raise StateError(message)
 
     def _summed(
         self,
