@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
 
 import te_fast.pytorch as te
 from recipes import RECIPES
@@ -64,18 +65,22 @@ def gathered_bytes(model):
 
 
 def whole(parameter):
-    """Values of a sharded parameter, which is gathered by rows."""
-    local = parameter.to_local()
+    """Values of a sharded parameter."""
+    local, (placement,) = parameter.to_local(), parameter.placements
     values = local.dequantize() if isinstance(local, Float8TensorBase) else local
+    values = values.contiguous()
     parts = [torch.empty_like(values) for _ in range(2)]
-    dist.all_gather(parts, values.contiguous())
-    return torch.cat(parts)
+    dist.all_gather(parts, values)
+    return torch.cat(parts, placement.dim)
 
 
-def trains_as_one(name, reshard):
+def trains_as_one(name, reshard, dim=0):
     """Results, and parameters after each step, equal those of one process bit for bit."""
     recipe, alike = RECIPES[name](), []
-    plain, model = build(recipe), shard(build(recipe), reshard_after_forward=reshard)
+    options = {"reshard_after_forward": reshard}
+    if dim != 0:
+        options["shard_placement_fn"] = lambda one: Shard(dim) if one.dim() > 1 else None
+    plain, model = build(recipe), shard(build(recipe), **options)
     classes = {type(parameter.to_local()).__name__ for parameter in model.parameters()}
     for number in range(STEPS):
         x = torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(number)).bfloat16()
@@ -126,6 +131,28 @@ def uneven(name):
             return torch.equal(expected, model(x))
     except UnsupportedError as error:
         return str(error)
+
+
+def refuses_columns():
+    """Blocks are gathered by rows alone."""
+    recipe = RECIPES["block"]()
+    model = shard(build(recipe), shard_placement_fn=lambda one: Shard(one.dim() - 1))
+    try:
+        step(model, torch.ones(32, WIDTH, dtype=torch.bfloat16), recipe)
+    except UnsupportedError as error:
+        return str(error)
+
+
+def identity_of_uneven_rows():
+    """A weight in high precision behind the interface of quantised tensors, with one row more on one rank."""
+    torch.manual_seed(0)
+    layer = te.Linear(64, 3, device="cpu", bias=False)
+    x = torch.randn(16, 64)
+    expected = layer(x).detach()
+    layer.weight = torch.nn.Parameter(te.IdentityQuantizer()(layer.weight.detach()))
+    model = fully_shard(torch.nn.Sequential(layer))
+    model(x).sum().backward()
+    return torch.equal(model(x), expected)
 
 
 def resumes(name):
@@ -231,6 +258,9 @@ SCENES = {
     },
     **{f"trains {name} True": (trains_as_one, name, True) for name in RECIPES},
     "trains current False": (trains_as_one, "current", False),
+    **{f"columns {name}": (trains_as_one, name, True, 1) for name in ("delayed", "current")},
+    "columns block": (refuses_columns,),
+    "uneven identity": (identity_of_uneven_rows,),
     **{f"flat {name}": (stays_flat, name) for name in RECIPES},
     **{f"uneven {name}": (uneven, name) for name in RECIPES},
 }

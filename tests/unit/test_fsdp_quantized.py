@@ -44,6 +44,13 @@ def test_sharded_training_has_the_bits_of_one_process(ranks, name, reshard):
         assert seen["classes"] == [kind, "Tensor"]
 
 
+@pytest.mark.parametrize("name", ["delayed", "current"])
+def test_weights_may_be_sharded_by_columns(ranks, name):
+    for rank in ranks:
+        assert all(rank[f"columns {name}"]["alike"])
+        assert "shard rows" in rank["columns block"]
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_memory_is_flat_and_bytes_are_gathered(ranks, name):
     for rank in ranks:
@@ -62,6 +69,7 @@ def test_uneven_shards(ranks):
         assert rank["uneven delayed"] is True
         assert rank["uneven current"] is True
         assert "128 rows or a multiple a rank" in rank["uneven block"]
+        assert rank["uneven identity"] is True
 
 
 @pytest.mark.parametrize("name", RECIPES)

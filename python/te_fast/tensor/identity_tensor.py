@@ -19,6 +19,7 @@ from te_fast.tensor.quantizer import (
     device_of,
     plain_values,
 )
+from te_fast.tensor.sharded import padded, whole_of
 from te_fast.tensor.storage import QuantizedTensorStorage, Tensors
 from te_fast.tensor.tensor import QuantizedTensor, TensorOverStorage, exchange_outside
 
@@ -339,7 +340,7 @@ class IdentityTensor(TensorOverStorage, IdentityTensorStorage):
         dtype = getattr(mp_policy, "param_dtype", None)
         if dtype is not None and getattr(self._quantizer, "dtype", None) is None:
             values = values.to(dtype)
-        return (values,), (self._quantizer,)
+        return (padded(values, orig_size, mesh),), (orig_size, self._quantizer)
 
     def fsdp_post_all_gather(
         self,
@@ -356,7 +357,8 @@ class IdentityTensor(TensorOverStorage, IdentityTensorStorage):
         QuantizedTensorError
             If the gathered values are not of the quantizer's type, or, if it has none, of the parameter's.
         """
-        (values,), (quantizer,) = all_gather_outputs, metadata
+        (gathered,), (size, quantizer) = all_gather_outputs, metadata
+        values = whole_of(gathered, size)
         expected = getattr(quantizer, "dtype", None) or param_dtype
         if values.dtype != expected:
             message = (

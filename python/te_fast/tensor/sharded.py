@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,14 +32,14 @@ def before_gather(shard: Any, mesh: Any, whole: Sequence[int]) -> Gathered:
     if value.row is None:
         message = f"{type(shard).__name__}: FSDP2 gathers the row layout, which this shard lacks"
         raise UnsupportedError(message)
-    rows = -(-whole[0] // ranks)
     if value.block == 0:
-        return (_padded(value.row, rows),), (whole, value.row_scale, shard._quantizer)
-    if value.block == 1 or (ranks > 1 and (whole[0] % (ranks * BLOCK) or len(whole) != 2)):
+        return (padded(value.row, whole, mesh),), (whole, value.row_scale, shard._quantizer)
+    is_in_blocks = whole[0] % (ranks * BLOCK) == 0 and shard.shape[0] != whole[0]
+    if value.block == 1 or (ranks > 1 and (len(whole) != 2 or not is_in_blocks)):
         message = (
             f"{type(shard).__name__}: FSDP2 gathers blocks of 128x128, of {BLOCK} rows or a multiple a rank; a "
-            f"parameter of shape {list(whole)} does not split so over {ranks} ranks. Use another number of ranks, or "
-            "leave out quantized_model_init"
+            f"parameter of shape {list(whole)} does not split so over {ranks} ranks, of which this one has "
+            f"{list(shard.shape)}. Use another number of ranks, shard rows, or leave out quantized_model_init"
         )
         raise UnsupportedError(message)
     if ranks == 1:  # FSDP2 then copies only the first tensor
@@ -61,15 +62,23 @@ def _settle(shard: Any, mesh: Any) -> None:
         quantizer.amax_reduction_group = mesh.get_group()
 
 
-def _padded(row: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return the bytes of a number of rows; FSDP2 has left room for them after a shorter last shard."""
-    if row.shape[0] == rows:
-        return row
-    size = (rows, *row.shape[1:])
+def padded(shard: torch.Tensor, whole: Sequence[int], mesh: Any) -> torch.Tensor:
+    """Return a shard with as many rows as FSDP2 gathers from each rank; the last shard of rows may be shorter."""
+    # Shards of another dimension have all rows, and are equal.
+    rows = whole[0] if shard.shape[0] == whole[0] else -(-whole[0] // mesh.size())
+    if shard.shape[0] == rows:
+        return shard
+    size = (rows, *whole[1:])
     count = torch.Size(size).numel()
-    if row.untyped_storage().nbytes() >= row.storage_offset() + count:
-        return row.as_strided(size, torch.empty(size, device="meta").stride())
-    return torch.cat([row, row.new_zeros(rows - row.shape[0], *row.shape[1:])])
+    # FSDP2 has left room for the rows.
+    if shard.untyped_storage().nbytes() >= (shard.storage_offset() + count) * shard.itemsize:
+        return shard.as_strided(size, torch.empty(size, device="meta").stride())
+    return torch.cat([shard, shard.new_zeros(rows - shard.shape[0], *whole[1:])])
+
+
+def whole_of(gathered: torch.Tensor, whole: Sequence[int]) -> torch.Tensor:
+    """Return a whole tensor over its gathered memory, which FSDP2 hands over in the form of shards."""
+    return gathered.view(-1)[: math.prod(whole)].view(tuple(whole))
 
 
 def after_gather(
@@ -84,7 +93,7 @@ def after_gather(
     The column layout is made for each backward and freed after it, since FSDP2 frees only the gathered bytes.
     """
     whole, scale, quantizer = metadata
-    row = outputs[0][: whole[0]].view(tuple(whole))
+    row = whole_of(outputs[0], whole)
     if out is None:
         value = shard._value.share()
         value.row, value.col = row, None
