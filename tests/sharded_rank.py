@@ -5,6 +5,7 @@ Gradients are compared with the mean of the ranks' separate gradients. Run by ``
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import shutil
 import tempfile
@@ -72,6 +73,16 @@ def train(wrap, make, recipe, *, group=None):
                     parameter -= 0.1 * parameter.grad
                     parameter.grad = None
     return wrapped
+
+
+@contextlib.contextmanager
+def raises(kind, message):
+    try:
+        yield
+    except kind as error:
+        assert message in str(error), error  # noqa: PT017
+    else:
+        raise AssertionError(message)
 
 
 def every(offset):
@@ -236,6 +247,33 @@ def made_sharded(recipe, mesh=None, group=None):
 def weights_that_are_made_sharded():
     for name in RECIPES:
         made_sharded(name)
+
+
+@scene
+def stacks_of_experts_that_are_made_sharded():
+    """One parameter for all experts is initialised after `fully_shard` as a layer that one rank makes."""
+    for kind, split in (
+        (te.GroupedLinear, [8, 8, 0]),
+        (te.ops.GroupedLinear, torch.tensor([8, 8, 0])),
+    ):
+        layers = []
+        for device in ("cpu", "meta"):
+            layers.append(kind(3, COLS, COLS, single_grouped_weight=True, device=device))
+            if device == "meta":
+                shard(torch.nn.Sequential(layers[-1]))
+            torch.default_generator.manual_seed(0)
+            layers[-1].reset_parameters()
+        plain, sharded_layer = layers
+        for one, other in zip(sharded_layer.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(whole(one), other), kind
+        x = batch(0, 0)
+        assert torch.equal(sharded_layer(x, split), plain(x, split)), kind
+        for name in RECIPES:
+            with te.quantized_model_init(enabled=True, recipe=RECIPES[name]()):
+                layer = kind(3, COLS, COLS, single_grouped_weight=True, device="meta")
+            shard(torch.nn.Sequential(layer))
+            with raises(NotImplementedError, "FSDP2 gathers no stack"):
+                layer.reset_parameters()
 
 
 @scene

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from te_fast.graphs.refusal import refusal
 from te_fast.layers.missing import name_the_wrong_one
 from te_fast.layers.parameters import (
     Init,
+    check_functions,
     check_sizes,
     constant,
     initialise,
@@ -40,6 +42,7 @@ from te_fast.runtime.splits import check_in_debug
 from te_fast.tensor.of_factory import own_region
 from te_fast.tensor.of_recipe import ONE, Stack
 from te_fast.tensor.primary import is_quantized
+from te_fast.tensor.stacks import fill_experts
 
 #: Number of host-side counts whose copies a layer keeps on the device.
 _KEPT_SPLITS = 16
@@ -408,11 +411,7 @@ class GroupedLinear(PartedLayer):
         is_row = self.parallel_mode == "row"
         for name in self.weight_names:
             weight: Any = materialise(self, name)
-            if is_quantized(weight):
-                initialise(self, weight, self._init_of_stack(), forks=True)
-            else:
-                for expert in weight.detach() if self.single_grouped_weight else [weight]:
-                    initialise(self, expert, self.init_method, forks=True)
+            initialise(self, weight, self._init_of_weight(), forks=True)
             self._quantize_weight(name)
             weight = getattr(self, name)
             if self.parallel_mode is not None:
@@ -432,12 +431,12 @@ class GroupedLinear(PartedLayer):
         self._lay_quantized_together()
         self._drop_weight_cache()
 
-    def _init_of_stack(self) -> Init:
-        """Return the function that initialises a quantised weight, expert by expert."""
-        init = self.init_method or normal
+    def _init_of_weight(self) -> Init | None:
+        """Return the function that initialises a weight, expert by expert."""
         if not self.single_grouped_weight:
-            return init
-        return lambda values: [init(expert) for expert in values]
+            return self.init_method
+        check_functions(self.name, init_method=self.init_method)
+        return partial(fill_experts, init=self.init_method or normal)
 
     def _linear_weights(self) -> tuple[str, ...]:
         return tuple(self.weight_names)

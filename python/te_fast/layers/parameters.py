@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_fast.errors import DtypeError, UnsupportedError
-from te_fast.runtime.arguments import check_functions
+from te_fast.runtime.arguments import check_functions as check_functions
 from te_fast.runtime.arguments import check_sizes as check_sizes  # layers take all checks from here
 from te_fast.runtime.device import check_device
 from te_fast.tensor.primary import initialise_quantized, is_quantized

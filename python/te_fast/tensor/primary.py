@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from te_fast.errors import StateError
+from te_fast.errors import StateError, UnsupportedError
 from te_fast.recipe import Recipe
 from te_fast.runtime.delayed import DelayedScalingRecipeState
 from te_fast.tensor.float8 import Float8Quantizer
@@ -131,6 +131,7 @@ def quantized_parameter(
     values = parameter.detach()
     local = getattr(values, "_local_tensor", values)
     if local is not values:
+        _check_is_no_stack(values)
         _measure_together(quantizer, values)
     with torch.no_grad():
         quantized = quantizer.quantize(local)
@@ -141,6 +142,15 @@ def quantized_parameter(
     if preserves:
         keep_init_value(getattr(made, "_local_tensor", made), local)
     return made
+
+
+def _check_is_no_stack(whole: Any) -> None:
+    if whole.dim() > 2:
+        message = (
+            "quantized_model_init: FSDP2 gathers no stack of experts' weights in FP8, got one of shape "
+            f"{list(whole.shape)}; make the layer without single_grouped_weight, or without quantized_model_init"
+        )
+        raise UnsupportedError(message)
 
 
 def _measure_together(quantizer: Any, whole: Any) -> None:

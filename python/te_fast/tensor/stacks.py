@@ -6,7 +6,7 @@ one memory in order are read as such a stack without a copy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -104,6 +104,30 @@ def _only_expert_of(stack: Any) -> Any:
         value.col_scale if value.col_is_valid and value.block else None,
     )
     return stack._of_value(part, (rows, cols), stack.dtype, None)
+
+
+def fill_experts(stack: torch.Tensor, init: Callable[[torch.Tensor], Any]) -> None:
+    """Initialise the plain values of a stack, one by one.
+
+    Parameters
+    ----------
+    stack : torch.Tensor
+        ``(experts, rows, cols)``. Of a ``DTensor``, whose experts cannot be written one by one, each rank takes its
+        share of what the first rank has made.
+    init : Callable
+        Initialises a value in place.
+    """
+    values: Any = stack.detach()
+    placements = getattr(values, "placements", None)
+    if placements is None:
+        for expert in values:
+            init(expert)
+        return
+    from torch.distributed.tensor import distribute_tensor
+
+    whole = torch.empty(values.shape, dtype=values.dtype, device=values.to_local().device)
+    fill_experts(whole, init)
+    values.copy_(distribute_tensor(whole, values.device_mesh, placements))
 
 
 def experts_of(stack: torch.Tensor) -> tuple[torch.Tensor, ...]:

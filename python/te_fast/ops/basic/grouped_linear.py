@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -209,8 +210,11 @@ class GroupedLinear(ExtraTensorOperation, WeightedOperation):
         self._drop_weight_cache()
 
     def _initialise(self, weight: torch.Tensor) -> None:
-        for expert in weight if self.single_grouped_weight else [weight]:
-            torch.nn.init.kaiming_uniform_(expert, a=math.sqrt(5))
+        init = partial(torch.nn.init.kaiming_uniform_, a=math.sqrt(5))
+        if self.single_grouped_weight:
+            stacks.fill_experts(weight, init)
+        else:
+            init(weight)
 
     # Quantised weights ----------------------------------------------------------------------------
 
