@@ -250,6 +250,65 @@ def weights_that_are_made_sharded():
 
 
 @scene
+def weights_that_are_loaded_before_the_first_forward():
+    """Values in high precision are quantised as in one process, though no rank has gathered a weight yet."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import state_dict as states
+
+    def layer(kind, recipe):
+        with te.quantized_model_init(enabled=recipe is not None, recipe=recipe):
+            return torch.nn.Sequential(kind(256, 256, device="cpu", bias=False))
+
+    options = states.StateDictOptions(strict=False)
+    for name, kind in product(("current", "delayed"), (te.Linear, te.ops.Linear)):
+        recipe = RECIPES[name]()
+        saved = layer(kind, None)
+        with torch.no_grad():
+            for parameter in saved.parameters():
+                torch.nn.init.normal_(
+                    parameter, std=1e-4, generator=torch.Generator().manual_seed(1)
+                )
+                parameter[128:] *= 10
+        x = torch.randn(ROWS, 256, generator=torch.Generator().manual_seed(2))
+        with te.autocast(recipe=recipe):
+            saved(x).sum().backward()
+        plain = layer(kind, recipe)
+        plain.load_state_dict(saved.state_dict())
+        shard(saved)
+        expected = plain.state_dict()
+        weight = next(key for key in expected if key.endswith("weight"))
+        for in_place in (False, True) if name == "current" else (False,):
+            model = shard(layer(kind, recipe))
+            state = states.get_model_state_dict(saved)
+            if in_place:
+                folders = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+                dist.broadcast_object_list(folders)
+                dcp.save({weight: state[weight]}, checkpoint_id=folders[0])
+                state = {weight: states.get_model_state_dict(model)[weight]}
+                dcp.load(state, checkpoint_id=folders[0])
+            states.set_model_state_dict(model, state, options=options)
+            local = next(model.parameters()).to_local()
+            rows = expected[weight].dequantize().chunk(2)[dist.get_rank()]
+            assert torch.equal(local.dequantize(), rows), (name, kind, in_place)
+
+
+@scene
+def weights_that_each_rank_has_made():
+    """Ranks may draw other initial values, each of which keeps its own rows; all gather the same weight."""
+    for name in ("current", "delayed"):
+        torch.default_generator.manual_seed(dist.get_rank())
+        with te.quantized_model_init(enabled=True, recipe=RECIPES[name]()):
+            layer = te.Linear(COLS, COLS, device="cpu", init_method=uneven)
+        rows = layer.weight.dequantize().chunk(2)[dist.get_rank()]
+        shard(torch.nn.Sequential(layer))
+        of_all = [torch.empty_like(rows) for _ in range(2)]
+        dist.all_gather(of_all, rows)
+        layer.unshard()
+        values, expected = layer.weight.dequantize(), torch.cat(of_all)
+        assert (values - expected).norm() < 0.05 * expected.norm(), name
+
+
+@scene
 def stacks_of_experts_that_are_made_sharded():
     """One parameter for all experts is initialised after `fully_shard` as a layer that one rank makes."""
     for kind, split in (

@@ -137,6 +137,8 @@ class TransformerEngineBaseModule(StatefulModule):
         if is_tensor:
             # FSDP takes parameters away and brings them back, with other values at the same address and version.
             self._drop_weight_cache()
+            if primary.takes_shard(value):
+                self._point_weights()
             return
         try:
             self._make_native()
@@ -436,12 +438,12 @@ class TransformerEngineBaseModule(StatefulModule):
         return ()
 
     def _quantized_weights(self) -> list[tuple[int, str, Any]]:
-        """Return the weights that are quantised tensors: number of the linear op, name, parameter."""
-        return [
-            (linear, name, self._parameters[name])
+        """Return the weights that are quantised tensors: number of the linear op, name, parameter or a rank's part."""
+        found = [
+            (linear, name, primary.quantized_part(self._parameters.get(name)))
             for linear, name in enumerate(self._linear_weights())
-            if primary.is_quantized(self._parameters.get(name))
         ]
+        return [weight for weight in found if weight[2] is not None]
 
     def _check_quantized_weights(self, recipe: Recipe) -> None:
         """Raise unless a recipe quantises weights in the same way as the layer's quantised weights."""

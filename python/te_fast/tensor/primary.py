@@ -16,6 +16,7 @@ from te_fast.runtime.delayed import DelayedScalingRecipeState
 from te_fast.tensor.float8 import Float8Quantizer
 from te_fast.tensor.of_recipe import ONE, Stack, quantizer_of, slot_of
 from te_fast.tensor.quantizer import Float8QuantizerBase
+from te_fast.tensor.sharded import measure_together, reduce_maximum
 from te_fast.tensor.storage import QuantizedTensorStorage
 from te_fast.tensor.tensor import Float8TensorBase
 
@@ -29,6 +30,26 @@ _masters: WeakKeyDictionary[Float8Quantizer, weakref.ref[torch.Tensor]] = WeakKe
 def is_quantized(parameter: Any) -> bool:
     """Tell whether a parameter is a quantised tensor."""
     return isinstance(parameter, Float8TensorBase)
+
+
+def quantized_part(parameter: Any) -> Any:
+    """Return a parameter that is a quantised tensor, or this rank's part of one that ranks share; None for others."""
+    part = getattr(parameter, "_local_tensor", parameter)
+    return part if is_quantized(part) else None
+
+
+def takes_shard(parameter: Any) -> bool:
+    """Tell whether a parameter is this rank's part of a quantised weight, whose parts are then measured together.
+
+    FSDP2 gathers the bytes of all ranks under one scale. A checkpoint may be loaded before the first gather.
+    """
+    part = quantized_part(parameter)
+    if part is None or part is parameter:
+        return False
+    group = _group_of_shards(parameter)
+    if group is not None:
+        measure_together(part, group)
+    return True
 
 
 def as_read(tensor: Any) -> Any:
@@ -132,7 +153,9 @@ def quantized_parameter(
     local = getattr(values, "_local_tensor", values)
     if local is not values:
         _check_is_no_stack(values)
-        _measure_together(quantizer, values)
+        group = _group_of_shards(values)
+        if group is not None:
+            reduce_maximum(quantizer, group)
     with torch.no_grad():
         quantized = quantizer.quantize(local)
         if local is not values:
@@ -153,15 +176,12 @@ def _check_is_no_stack(whole: Any) -> None:
         raise UnsupportedError(message)
 
 
-def _measure_together(quantizer: Any, whole: Any) -> None:
-    """Let ranks find one maximum for their shards of a weight."""
-    if getattr(quantizer, "with_amax_reduction", None) is not False:
-        return
+def _group_of_shards(whole: Any) -> Any:
+    """Return the ranks that have shards of a weight; None if each rank has the whole weight."""
     mesh, shards = whole.device_mesh, [place.is_shard() for place in whole.placements]
-    if any(shards):
-        one = shards.index(True)
-        group = mesh.get_group(one) if sum(shards) == 1 else mesh._flatten().get_group()
-        quantizer.with_amax_reduction, quantizer.amax_reduction_group = True, group
+    if not any(shards):
+        return None
+    return mesh.get_group(shards.index(True)) if sum(shards) == 1 else mesh._flatten().get_group()
 
 
 def _sharded_as(whole: Any, local: torch.Tensor) -> torch.Tensor:

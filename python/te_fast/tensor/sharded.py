@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from te_fast.errors import UnsupportedError
+from te_fast.runtime.collectives import get_distributed_world_size
 from te_fast.runtime.layouts import BLOCK
 
 #: The gathered tensors; then shape, scales that are not gathered, and quantizer of the whole parameter.
@@ -57,9 +58,29 @@ def _settle(shard: Any, mesh: Any) -> None:
     if quantizer is None:
         return
     quantizer.set_usage(rowwise=True, columnwise=False)
-    if getattr(quantizer, "with_amax_reduction", None) is False:
-        quantizer.with_amax_reduction = True
-        quantizer.amax_reduction_group = mesh.get_group()
+    measure_together(shard, mesh.get_group())
+
+
+def reduce_maximum(quantizer: Any, group: Any) -> bool:
+    """Let a quantizer take the maximum of all ranks from now on; tell whether it measures, and did so alone before."""
+    if getattr(quantizer, "with_amax_reduction", None) is not False:
+        return False
+    quantizer.with_amax_reduction, quantizer.amax_reduction_group = True, group
+    return True
+
+
+def measure_together(shard: Any, group: Any) -> None:
+    """Let ranks quantise their shards by one maximum from now on, and give the values that they have one scale.
+
+    Their scales differ if each rank has made and quantised a weight of its own before it was sharded.
+    """
+    if not reduce_maximum(shard._quantizer, group):
+        return
+    own = shard._value.row_scale
+    scales = [torch.empty_like(own) for _ in range(get_distributed_world_size(group))]
+    torch.distributed.all_gather(scales, own, group=group)
+    if len(set(torch.cat(scales).tolist())) > 1:
+        shard.quantize_(shard.dequantize())
 
 
 def padded(shard: torch.Tensor, whole: Sequence[int], mesh: Any) -> torch.Tensor:

@@ -224,7 +224,8 @@ class GroupedLinear(ExtraTensorOperation, WeightedOperation):
     def _lay_together(self) -> None:
         """Let the parameters of all experts share one memory."""
         lay_together(self._of_parts())
-        weights = [weight for _, weight in self._quantized_weights()]
+        weights = [getattr(self, name) for name in self._weight_names]
+        weights = [weight for weight in weights if primary.is_quantized(weight)]
         if len(weights) > 1 and not any(weight.is_meta for weight in weights):
             stacks.lay_together(weights)
 

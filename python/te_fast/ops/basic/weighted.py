@@ -72,9 +72,9 @@ class WeightedOperation(NativeOperation):
             self.register_parameter(name, made)
 
     def _quantized_weights(self) -> list[tuple[int, Any]]:
-        """Return the weights that are quantised tensors, with their numbers."""
-        weights = [self._parameters.get(name) for name in self._weight_names]
-        return [(number, w) for number, w in enumerate(weights) if primary.is_quantized(w)]
+        """Return the weights that are quantised tensors, or a rank's parts of them, with their numbers."""
+        parts = [primary.quantized_part(self._parameters.get(name)) for name in self._weight_names]
+        return [(number, part) for number, part in enumerate(parts) if part is not None]
 
     def _point_weights(self) -> None:
         """Let weights of delayed scaling be quantised with the scales that the operation has now."""
@@ -98,6 +98,8 @@ class WeightedOperation(NativeOperation):
         super().__setattr__(name, value)
         if isinstance(value, torch.Tensor) and "_handle" in self.__dict__:
             self._drop_weight_cache()
+            if primary.takes_shard(value):
+                self._point_weights()
 
     def _drop_weight_cache(self, *, of_graphs: bool = True) -> None:
         self._handle.drop_weight_cache(of_graphs)
