@@ -150,9 +150,13 @@ def test_an_exception_that_leaves_a_region_leaves_the_update_to_the_next_one():
     recipe = DelayedScaling(amax_history_len=4, fp8_format=Format.E4M3, **LOCAL)
     layer = te.Linear(16, 16, bias=False, device="cpu")
     torch.nn.init.constant_(layer.weight, 0.5)
-    with pytest.raises(KeyError), te.autocast(recipe=recipe):
+
+    def fails():
         layer(torch.full((16, 16), 8.0))
         raise KeyError
+
+    with pytest.raises(KeyError), te.autocast(recipe=recipe):
+        fails()
     state = layer.fp8_meta["scaling_fwd"]
     assert torch.equal(state.scale, torch.ones_like(state.scale))
     assert state.amax_history[0, :2].tolist() == [8.0, 0.5]
