@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use pyo3::prelude::*;
+use pyo3::type_object::PyTypeInfo;
 use pyo3::types::{PyWeakrefMethods, PyWeakrefReference};
 use smallvec::SmallVec;
 use te_fast_core::base::pointer::DevPtr;
@@ -11,9 +12,7 @@ use te_fast_core::base::tensor::TensorView;
 use te_fast_core::program::WeightCast;
 use te_fast_core::quant::weight::{WeightRecord, WeightToken};
 
-use crate::error::Failure;
 use crate::program::optimizer_writes::written_since;
-use crate::program::weight::WeightHandle;
 use crate::torch::process::State;
 
 /// A weight that takes part: the handle that keeps the quantised weight.
@@ -31,6 +30,12 @@ pub(crate) struct Member {
 #[derive(Debug)]
 pub(crate) struct Sources {
     tensors: SmallVec<[Py<PyWeakrefReference>; 2]>,
+    first: usize,
+}
+
+/// The same tensors, held.
+pub(crate) struct Held<'py> {
+    tensors: SmallVec<[Bound<'py, PyAny>; 2]>,
     first: usize,
 }
 
@@ -68,10 +73,16 @@ impl Sources {
         };
         (self.first, self.tensors.len()) == (first, tensors.len()) && self.tensors.iter().zip(tensors).all(same)
     }
+
+    /// None if one of them is gone.
+    pub(crate) fn held<'py>(&self, py: Python<'py>) -> Option<Held<'py>> {
+        let tensors: Option<_> = self.tensors.iter().map(|source| source.bind(py).upgrade()).collect();
+        tensors.map(|tensors| Held { tensors, first: self.first })
+    }
 }
 
 impl Member {
-    pub(crate) fn new(handle: &Bound<'_, WeightHandle>) -> PyResult<Self> {
+    pub(crate) fn new(handle: &Bound<'_, PyAny>) -> PyResult<Self> {
         Ok(Self { handle: PyWeakrefReference::new(handle)?.unbind(), round: AtomicU64::new(0) })
     }
 
@@ -81,46 +92,24 @@ impl Member {
     }
 
     /// The handle that keeps the quantised weight; none if its layer is gone.
-    pub(crate) fn handle<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, WeightHandle>>> {
-        Ok(self.handle.bind(py).upgrade().map(Bound::cast_into::<WeightHandle>).transpose()?)
-    }
-
-    /// The weight with its tensors; none if its layer or one of its parts is gone, or its quantised weight was dropped.
-    pub(crate) fn alive(self: Arc<Self>, py: Python<'_>) -> Result<Option<Alive<'_>>, Failure> {
-        let Some(handle) = self.handle(py)? else { return Ok(None) };
-        let borrowed = handle.try_borrow()?;
-        let Some(Joining { sources, .. }) = borrowed.joining.as_ref().filter(|own| Arc::ptr_eq(&own.member, &self))
-        else {
-            return Ok(None);
-        };
-        let (first, tensors) = (sources.first, &sources.tensors);
-        let held: Option<_> = tensors.iter().map(|source| source.bind(py).upgrade()).collect();
-        drop(borrowed);
-        Ok(held.map(|sources| Alive { member: self, handle, sources, first }))
+    pub(crate) fn handle<'py, T: PyTypeInfo>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, T>>> {
+        Ok(self.handle.bind(py).upgrade().map(Bound::cast_into::<T>).transpose()?)
     }
 }
 
-/// A member whose tensors are held.
-pub(crate) struct Alive<'py> {
-    pub(crate) member: Arc<Member>,
-    pub(crate) handle: Bound<'py, WeightHandle>,
-    sources: SmallVec<[Bound<'py, PyAny>; 2]>,
-    first: usize,
-}
-
-impl Alive<'_> {
+impl Held<'_> {
     /// Whether an optimizer that has one of its parameters has stepped since step number `steps` of all.
     pub(crate) fn is_written_since(&self, steps: u64) -> bool {
-        self.sources.iter().any(|source| written_since(source, steps))
+        self.tensors.iter().any(|source| written_since(source, steps))
     }
 
     /// The weight's address and version; none if kernels cannot read it as it lies.
     pub(crate) fn read(&self, state: &State) -> PyResult<Option<(DevPtr<'_>, WeightToken)>> {
         let mut version = 0;
-        for source in &self.sources {
+        for source in &self.tensors {
             version += source.getattr(&state.torch.names.version)?.extract::<i64>()? as u64;
         }
-        let view = state.reader.read(&self.sources[self.first])?.filter(TensorView::is_contiguous);
+        let view = state.reader.read(&self.tensors[self.first])?.filter(TensorView::is_contiguous);
         Ok(view.map(|view| {
             let token = WeightToken { address: view.data().address(), version: Some(version), dtype: view.dtype() };
             (view.data(), token)

@@ -21,7 +21,7 @@ use te_fast_core::runtime::lane::{Memory, Place};
 use crate::autocast::region::run_at_end;
 use crate::error::Failure;
 use crate::hooks::hooks;
-use crate::program::member::{Alive, Joining, Member, Sources};
+use crate::program::member::{Held, Joining, Member, Sources};
 use crate::program::parts::Joined;
 use crate::program::weight::{OpSlots, WeightHandle, recycle};
 use crate::program::weight_memory::{
@@ -132,6 +132,13 @@ impl<'py> Source<'_, 'py> {
     }
 }
 
+/// A member whose tensors are held.
+struct Alive<'py> {
+    member: Arc<Member>,
+    handle: Bound<'py, WeightHandle>,
+    sources: Held<'py>,
+}
+
 /// One that is to be quantised.
 struct Due<'a, 'py> {
     alive: &'a Alive<'py>,
@@ -156,7 +163,7 @@ fn launch(
     forget(py, pending)?;
     let mut alive = Vec::with_capacity(members.len());
     for member in members {
-        alive.extend(member.alive(py)?);
+        alive.extend(alive_of(py, member)?);
     }
     let mut due = Vec::with_capacity(alive.len());
     for alive in &alive {
@@ -194,6 +201,16 @@ fn launch(
     Ok(())
 }
 
+/// A weight with its tensors; none if its layer or one of its parts is gone, or its quantised weight was dropped.
+fn alive_of(py: Python<'_>, member: Arc<Member>) -> Result<Option<Alive<'_>>, Failure> {
+    let Some(handle) = member.handle::<WeightHandle>(py)? else { return Ok(None) };
+    let borrowed = handle.try_borrow()?;
+    let joining = borrowed.joining.as_ref().filter(|own| Arc::ptr_eq(&own.member, &member));
+    let sources = joining.and_then(|joining| joining.sources.held(py));
+    drop(borrowed);
+    Ok(sources.map(|sources| Alive { member, handle, sources }))
+}
+
 /// How a member must be quantised now. None if no write to it is known, or if its type or address has changed. The weight's
 /// own call checks whether its storage is still the same one.
 fn due_of<'a, 'py>(
@@ -202,11 +219,11 @@ fn due_of<'a, 'py>(
     cast: &WeightCast,
     wanted: &WeightRecord,
 ) -> Result<Option<Due<'a, 'py>>, Failure> {
-    let Some((x, token)) = alive.read(state)? else { return Ok(None) };
+    let Some((x, token)) = alive.sources.read(state)? else { return Ok(None) };
     let borrowed = alive.handle.try_borrow()?;
     let Some(Joining { storage, record, cast: own, .. }) = &borrowed.joining else { return Ok(None) };
     let was = record.token;
-    let written = token.version != was.version || alive.is_written_since(record.optimizer_steps);
+    let written = token.version != was.version || alive.sources.is_written_since(record.optimizer_steps);
     let moved = (token.address, token.dtype) == (was.address, was.dtype) && written;
     let slots = borrowed.slots.as_ref().filter(|slots| slots.serve(record.epoch));
     let lacks_slots = own.scales == ManyScales::Given && slots.is_none();
@@ -258,7 +275,7 @@ pub(super) fn may_run_ahead(owner: &Bound<'_, PyAny>) -> PyResult<bool> {
 /// Drops what no call has come for.
 fn forget(py: Python<'_>, members: Vec<Arc<Member>>) -> PyResult<()> {
     for member in members {
-        let Some(handle) = member.handle(py)? else { continue };
+        let Some(handle) = member.handle::<WeightHandle>(py)? else { continue };
         let mut borrowed = handle.try_borrow_mut()?;
         let unused = borrowed.cache.take_ready();
         let mut raised = None;
