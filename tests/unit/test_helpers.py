@@ -17,6 +17,7 @@ from te_fast.errors import (
     StateError,
 )
 from te_fast.pytorch import utils
+from te_fast.runtime.collectives import named
 
 
 @pytest.mark.parametrize(
@@ -248,6 +249,19 @@ def test_process_groups(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         assert utils.canonicalize_process_group(None) is dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
+def test_a_collective_on_a_device_without_a_backend_says_how_to_get_one(tmp_path):
+    """Parameters that FSDP2 offloads lie on the CPU, which a group of NCCL does not serve."""
+    options = {"init_method": f"file://{tmp_path}/store", "rank": 0, "world_size": 1}
+    dist.init_process_group("cuda:gloo", **options)
+    try:
+        match = r"FSDP2: .* init_process_group\('cpu:gloo,cuda:nccl'\)"
+        with pytest.raises(RanksError, match=match), named("FSDP2", "a collective"):
+            dist.all_reduce(torch.ones(1))
     finally:
         dist.destroy_process_group()
 

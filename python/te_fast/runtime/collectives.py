@@ -53,10 +53,10 @@ class named:
         """Raise the error of the layer in place of one of ``torch.distributed``."""
         if not isinstance(error, RuntimeError) or isinstance(error, TeFastError):
             return
-        message = (
-            f"{self._name}: {self._collective} failed; another rank has stopped, is late, or does something "
-            f"else: {error}"
-        )
+        why = "another rank has stopped, is late, or does something else"
+        if "No backend type associated" in str(error):
+            why = "initialise the process group for both devices, init_process_group('cpu:gloo,cuda:nccl')"
+        message = f"{self._name}: {self._collective} failed; {why}: {error}"
         raise RanksError(message) from error
 
 

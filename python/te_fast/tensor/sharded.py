@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from te_fast.errors import UnsupportedError
-from te_fast.runtime.collectives import get_distributed_world_size
+from te_fast.runtime.collectives import get_distributed_world_size, named
 from te_fast.runtime.layouts import BLOCK
 
 #: The gathered tensors; then shape, scales that are not gathered, and quantizer of the whole parameter.
@@ -78,7 +78,8 @@ def measure_together(shard: Any, group: Any) -> None:
         return
     own = shard._value.row_scale
     scales = [torch.empty_like(own) for _ in range(get_distributed_world_size(group))]
-    torch.distributed.all_gather(scales, own, group=group)
+    with named("FSDP2", "the comparison of a weight's scales"):
+        torch.distributed.all_gather(scales, own, group=group)
     if len(set(torch.cat(scales).tolist())) > 1:
         shard.quantize_(shard.dequantize())
 
