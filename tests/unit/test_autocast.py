@@ -399,7 +399,7 @@ def test_what_regions_held_may_use_the_state_when_it_goes():
 
 
 def test_an_error_of_the_update_does_not_hide_one_that_leaves_the_region(monkeypatch):
-    """A rank that fails makes the reduction at the end fail, too; the user must see the first error."""
+    """An error that leaves the region starts no update, so that the user sees this error."""
 
     def refuse(**_):
         message = "another rank is gone"

@@ -137,7 +137,7 @@ class TransformerEngineBaseModule(StatefulModule):
         if is_tensor:
             # FSDP takes parameters away and brings them back, with other values at the same address and version.
             self._drop_weight_cache()
-            if primary.takes_shard(value):
+            if primary.settle_shard(value):
                 self._point_weights()
             return
         try:
@@ -220,6 +220,7 @@ class TransformerEngineBaseModule(StatefulModule):
     def _check_types(self, inp: torch.Tensor) -> None:
         """Raise unless all parameters have the type of the input."""
         dtype = inp.dtype
+        # A walk over modules takes several times as long.
         own = self.named_parameters() if self._modules else self._parameters.items()
         for name, parameter in own:
             if parameter is not None and parameter.dtype != dtype:
@@ -500,7 +501,7 @@ class TransformerEngineBaseModule(StatefulModule):
         key = f"{prefix}_extra_state"
         if key in state_dict and self._quantized_weights():
             self.set_extra_state(state_dict[key])
-        self._drop_weight_cache()
+        self._drop_weight_cache()  # as in `_apply`
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     _STATE_OWNER = "layer"
@@ -561,7 +562,6 @@ class TransformerEngineBaseModule(StatefulModule):
             if state is not None and weight is not None and not weight.is_meta:
                 state.to(weight.device)
         self._point_weights()
-        self._drop_weight_cache()
         return result
 
     # Descriptions --------------------------------------------------------------------------------

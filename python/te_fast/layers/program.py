@@ -24,7 +24,7 @@ from te_fast.layers.segments import Segments, SegmentsInGraphs
 from te_fast.parallel.ranks import Exchange, exchange_of
 from te_fast.runtime import main_grad, native, recompute, scale_tape
 from te_fast.runtime.capturing import is_graph_capturing
-from te_fast.runtime.compiling import is_exporting, is_traced
+from te_fast.runtime.compiling import PLAIN, is_exporting, is_traced
 from te_fast.runtime.global_state import autocast_state
 from te_fast.runtime.inputs import check_input, refuse_nested
 from te_fast.runtime.parameters import needed_parameter
@@ -36,9 +36,6 @@ if TYPE_CHECKING:
     from te_fast.layers.load_torch import Source
 
 _NORMALIZATIONS = ("LayerNorm", "RMSNorm")
-
-#: Types of inputs that need no look at their class.
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class ProgramLayer(TransformerEngineBaseModule):
@@ -377,7 +374,7 @@ class ProgramLayer(TransformerEngineBaseModule):
 
     def _plain_input(self, inp: torch.Tensor, enabled: bool) -> torch.Tensor:
         """Return the input in the layer's type as a plain tensor, or quantised if the program reads it so."""
-        if type(inp) in _PLAIN:
+        if type(inp) in PLAIN:
             return inp if inp.dtype == self.activation_dtype else inp.to(self.activation_dtype)
         if is_quantized(inp):
             if enabled and inp.dtype == self.activation_dtype and not self.checkpoint:
@@ -386,7 +383,7 @@ class ProgramLayer(TransformerEngineBaseModule):
         elif isinstance(inp, QuantizedTensorStorage):  # an IdentityTensor, or one of two values
             inp = inp.dequantize(dtype=self.activation_dtype)
         x = inp.to(self.activation_dtype)
-        return x if type(x) in _PLAIN else x.as_subclass(torch.Tensor)
+        return x if type(x) in PLAIN else x.as_subclass(torch.Tensor)
 
     def _forward_on_ranks(
         self,

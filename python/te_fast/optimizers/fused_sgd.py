@@ -159,6 +159,7 @@ class FusedSGD(torch.optim.SGD):
             found_inf=getattr(self, "found_inf", None),
             **{name: group[name] for name in options},
         )
+        # Without momentum there are no buffers.
         for param, buffer in zip(given, buffers, strict=False):
             self.state[param]["momentum_buffer"] = sharded_like(param, buffer)
 
@@ -173,6 +174,7 @@ class FusedSGD(torch.optim.SGD):
         is_first = all(buffer is None for buffer in kept)
         if is_first and group["dampening"] != 0.0:  # torch does not dampen first gradients
             return kept
+        # Without momentum none is kept.
         return [
             torch.zeros_like(grad) if buffer is None else laid_out_as(local_part(buffer), grad)
             for grad, buffer in zip(grads, kept, strict=False)

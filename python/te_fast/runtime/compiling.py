@@ -17,7 +17,8 @@ is_any_autocast_enabled = getattr(torch._C, "_is_any_autocast_enabled", lambda: 
 #: The first release of torch whose traces read attributes of native objects.
 CAN_COMPILE = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+#: Types of tensors that are no wrappers and no stand-ins.
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def is_in_graph() -> bool:
@@ -29,7 +30,7 @@ def is_traced(x: Any) -> bool:
     """Tell whether a call is traced, by the tensor's own tracer or one that watches all operators."""
     if is_in_graph():
         return True
-    if type(x) in _PLAIN and not torch._C._len_torch_dispatch_stack():
+    if type(x) in PLAIN and not torch._C._len_torch_dispatch_stack():
         return False
     fake = sys.modules.get("torch._subclasses.fake_tensor")
     if fake is not None and isinstance(x, fake.FakeTensor):
@@ -60,7 +61,7 @@ def is_unseen(*tensors: torch.Tensor) -> bool:
         is_compiling()
         or torch._C._len_torch_dispatch_stack()  # tracers, and others that watch all operators
         or torch._C._are_functorch_transforms_active()
-        or any([type(tensor) not in _PLAIN for tensor in tensors])
+        or any([type(tensor) not in PLAIN for tensor in tensors])
     )
 
 

@@ -38,8 +38,8 @@ def quantized_part(parameter: Any) -> Any:
     return part if is_quantized(part) else None
 
 
-def takes_shard(parameter: Any) -> bool:
-    """Tell whether a parameter is this rank's part of a quantised weight, whose parts are then measured together.
+def settle_shard(parameter: Any) -> bool:
+    """Let ranks measure their parts of a quantised weight together; tell whether a parameter is such a part.
 
     FSDP2 gathers the bytes of all ranks under one scale. A checkpoint may be loaded before the first gather.
     """

@@ -98,7 +98,7 @@ class WeightedOperation(NativeOperation):
         super().__setattr__(name, value)
         if isinstance(value, torch.Tensor) and "_handle" in self.__dict__:
             self._drop_weight_cache()
-            if primary.takes_shard(value):
+            if primary.settle_shard(value):
                 self._point_weights()
 
     def _drop_weight_cache(self, *, of_graphs: bool = True) -> None:
@@ -112,7 +112,6 @@ class WeightedOperation(NativeOperation):
         primary.restore_attributes(self, kept)
         self._point_weights()
         self._lay_together()
-        self._drop_weight_cache()
         return result
 
     # Copies and checkpoints -----------------------------------------------------------------------
@@ -140,5 +139,5 @@ class WeightedOperation(NativeOperation):
         key = f"{prefix}_extra_state"
         if key in state_dict and self._quantized_weights():
             self.set_extra_state(state_dict[key])
-        self._drop_weight_cache()
+        self._drop_weight_cache()  # as in `_apply`
         super()._load_from_state_dict(state_dict, prefix, *rest)

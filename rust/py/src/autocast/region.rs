@@ -169,7 +169,7 @@ impl AutocastRegion {
             at_end(py)?;
         }
         release(py, state)?;
-        // After an exception the next region's end updates: an exception on one rank would wait for the other ranks here.
+        // After an exception the next region's end updates. A rank that fails alone would wait for the others here.
         if due != Due::Nothing && exception.get_item(0).map_or(true, |kind| kind.is_none()) {
             // Without gradients only calibration updates, for the calibration of a trained model.
             callbacks.update.bind(py).call1((!enabled,))?;
