@@ -22,6 +22,7 @@ __all__ = [
     "QuantizedValue",
     "Recipe",
     "RepeatedAttention",
+    "RepeatedCall",
     "RepeatedLaunches",
     "Snapshot",
     "TracedCall",
@@ -258,6 +259,13 @@ class RepeatedAttention:
         waves: tuple[Tensor, Tensor, Tensor, Tensor] | None,
         /,
     ) -> Tensor: ...
+
+@final
+class RepeatedCall:
+    def __new__(
+        cls, launches: RepeatedLaunches, given: Sequence[Tensor], made: Sequence[Tensor], /
+    ) -> Self: ...
+    def run(self, *given: Tensor) -> tuple[Tensor, ...] | None: ...
 
 @final
 class OptimizerWrites:

@@ -212,7 +212,7 @@ def test_results_that_share_memory_are_no_part_of_the_workspace(monkeypatch):
     monkeypatch.setattr(native, "observe_launches", lambda _, call: (call(), "launches"))
     monkeypatch.setattr(native, "repeat_launches", lambda _, workspace: found.append(workspace))
     halves = [shared[:512], shared[512:]]
-    learned._repeated([lambda: halves] * 3, list, [[shared]] * 3)
+    learned.launches_of([lambda: halves] * 3, list, [[shared]] * 3)
     assert found == [(512, 1)]
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -38,8 +38,30 @@ CAPTURES = 3
 TOLERANCE = 1e-2
 
 
+class Learnable(Protocol):
+    """A kind of call whose launches may be learned."""
+
+    @property
+    def device(self) -> torch.device:
+        """A GPU."""
+
+    def observe(self) -> Any:
+        """Return launches that agree with torch; None if they cannot be repeated. This stream is of nobody else."""
+
+
+def are_learned(device: torch.device, size: int) -> bool:
+    """Tell whether launches on a device are learned at all, for calls with tensors of so many bytes."""
+    return (
+        device.type == "cuda"
+        and size <= LIMIT
+        and native.learns_launches()
+        # torch before 2.8 has no pools of memory that belong to one thread.
+        and hasattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool")
+    )
+
+
 class Kind(NamedTuple):
-    """A kind of call.
+    """A kind of call, from the product of queries, keys and values.
 
     Attributes
     ----------
@@ -79,15 +101,14 @@ class Kind(NamedTuple):
     def can_be_learned(self) -> bool:
         """Tell whether calls of the kind may be learned at all."""
         heads = self.heads
-        return (
-            self.device.type == "cuda"
-            # Heads of grouped columns are copied, unless each group has one query.
-            and (not heads.is_grouped or heads.queries == heads.groups)
-            and self.shape.numel() * heads.columns * self.dtype.itemsize <= LIMIT
-            and native.learns_launches()
-            # torch before 2.8 has no pools of memory that belong to one thread.
-            and hasattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool")
-        )
+        size = self.shape.numel() * heads.columns * self.dtype.itemsize
+        # Heads of grouped columns are copied, unless each group has one query.
+        is_copied = heads.is_grouped and heads.queries != heads.groups
+        return not is_copied and are_learned(self.device, size)
+
+    def observe(self) -> native.RepeatedAttention | None:
+        """Return launches that agree with torch; None if they cannot be repeated."""
+        return _observe(self)
 
 
 class Uses:
@@ -95,15 +116,16 @@ class Uses:
 
     Parameters
     ----------
-    kind : Kind
+    kind : Learnable
         The kind.
     """
 
     __slots__ = ("_calls", "_is_under_way", "_kind", "is_settled", "repeated")
 
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, kind: Learnable) -> None:
         self._kind, self._calls, self._is_under_way = kind, 0, False
-        self.repeated: native.RepeatedAttention | None = None
+        #: What :meth:`Learnable.observe` has returned.
+        self.repeated: Any = None
         #: Whether the launches are known, or will never be.
         self.is_settled = False
 
@@ -124,15 +146,15 @@ class Uses:
             _learned.append(self.repeated)
 
 
-_learned: list[native.RepeatedAttention] = []
+_learned: list[Any] = []
 
 
-def learn(kind: Kind) -> native.RepeatedAttention | None:
+def learn(kind: Learnable) -> Any:
     """Return the launches of a kind; None if they cannot be learned. Runs in the thread that keeps torch's kernels.
 
     Parameters
     ----------
-    kind : Kind
+    kind : Learnable
         The kind.
     """
     with torch.cuda.device(kind.device), torch.no_grad():
@@ -165,14 +187,14 @@ _pools: list[Any] = []
 _streams: dict[int, torch.cuda.ExternalStream] = {}
 
 
-def _observe_in(pool: Any, kind: Kind) -> native.RepeatedAttention | None:
+def _observe_in(pool: Any, kind: Learnable) -> Any:
     index = torch.cuda.current_device()
     if index not in _streams:
         # One of torch's own streams may have other users, whose launches the capture would take.
         _streams[index] = torch.cuda.ExternalStream(native.new_stream(index), kind.device)
     stream = _streams[index]
     with torch.cuda.use_mem_pool(pool), torch.cuda.stream(stream):
-        found = _observe(kind)
+        found = kind.observe()
         stream.synchronize()
     return found
 
@@ -226,7 +248,7 @@ def _observe(kind: Kind) -> native.RepeatedAttention | None:
             return None
         trials[0].backward(left[0])
     torch.cuda.current_stream().synchronize()
-    forward, _ = _repeated(
+    forward, _ = launches_of(
         [trial.forward for trial in trials],
         lambda found: [found[0], found[1][0]] if kind.trains else [found[0]],
         [[trial.product] for trial in trials],
@@ -236,7 +258,7 @@ def _observe(kind: Kind) -> native.RepeatedAttention | None:
     backward = None
     if kind.trains:
         pairs = list(zip(trials, left, strict=True))
-        launches, grads = _repeated(
+        launches, grads = launches_of(
             [partial(trial.backward, one) for trial, one in pairs],
             list,
             [[trial.product, one[0], one[1][0], trial.grad] for trial, one in pairs],
@@ -251,12 +273,22 @@ def _observe(kind: Kind) -> native.RepeatedAttention | None:
     return found if _agrees(found, kind, trials[-1], left[-1]) else None
 
 
-def _repeated(
+def launches_of(
     calls: list[Callable[[], Any]],
     results_of: Callable[[Any], list[torch.Tensor]],
     given: list[list[torch.Tensor]],
 ) -> tuple[native.RepeatedLaunches | None, list[torch.Tensor]]:
-    """Return the launches that calls have in common, and the results of the first."""
+    """Return the launches that calls have in common, and the results of the first.
+
+    Parameters
+    ----------
+    calls : list of Callable
+        Calls of torch, each with tensors of its own. They return all tensors that they leave.
+    results_of : Callable
+        Takes what a call has returned, and returns the tensors that users of the launches provide.
+    given : list of list of torch.Tensor
+        The tensors of each call.
+    """
     captures, kept, sizes, blocks = [], [], [], []
     for call, tensors in zip(calls, given, strict=True):
         before = _allocated()

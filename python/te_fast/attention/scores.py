@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.nn import functional
 
+from te_fast.attention.in_graphs import attend_in_graph
 from te_fast.attention.rules import (
     Kept,
     Rule,
@@ -20,6 +21,7 @@ from te_fast.attention.rules import (
     kept_of_lengths,
 )
 from te_fast.errors import UnsupportedError
+from te_fast.runtime.compiling import is_exporting, is_in_graph
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -175,6 +177,11 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) ->
         return _attend_capped(q, k, v, scores)
     grouped = q.shape[1] != k.shape[1]
     if _is_plain(scores, q.shape[2], k.shape[2]):
+        if is_in_graph() and scores.dropout == 0.0 and not is_exporting():
+            how: dict[str, Any] = {"is_causal": scores.rule.right == 0, "scale": scores.scale}
+            out = attend_in_graph(q, k, v, **how)
+            if out is not None:
+                return out
         return functional.scaled_dot_product_attention(
             q,
             k,

@@ -19,6 +19,8 @@ use pyo3::prelude::*;
 #[pymodule(gil_used = true)]
 mod _native {
     #[pymodule_export]
+    use crate::attention::call::RepeatedCall;
+    #[pymodule_export]
     use crate::attention::observed::{
         ObservedLaunches, RepeatedLaunches, learns_launches, new_stream, observe_launches, repeat_launches,
     };

@@ -16,7 +16,7 @@ use crate::runtime::lane::aligned;
 const OP: &str = "attention";
 
 /// Bytes that torch's kernels expect addresses to be a multiple of.
-const ALIGNMENT: usize = 16;
+pub const ALIGNMENT: usize = 16;
 
 /// Sizes and strides of a gradient, `(batch, heads, tokens, channels)`, in elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -186,8 +186,10 @@ fn addresses<const N: usize>(pointers: [DevPtr<'_>; N]) -> Result<[u64; N]> {
     Ok(pointers.map(|pointer| pointer.address() as u64))
 }
 
+/// The error for a plan or a call without a GPU.
 #[cold]
-fn on_the_host() -> Error {
+#[must_use]
+pub fn on_the_host() -> Error {
     Error::state(OP, "launches of a GPU's kernel were asked for on the host; report this")
 }
 
