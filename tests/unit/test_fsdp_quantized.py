@@ -90,3 +90,9 @@ def test_weights_of_two_values_train_as_in_one_process(ranks, rows, columns):
         seen = rank[f"two {rows} {columns}"]
         assert all(seen["alike"])
         assert seen["classes"] == ["HybridQuantizedTensor" if columns else "IdentityTensor"]
+
+
+@pytest.mark.parametrize("how", ["loads", "makes"])
+def test_weights_of_two_values_are_measured_together_before_the_first_gather(ranks, how):
+    for rank in ranks:
+        assert all(rank[f"{how} two"])

@@ -14,6 +14,7 @@ from te_fast.errors import StateError, UnsupportedError
 from te_fast.recipe import Recipe
 from te_fast.runtime.delayed import DelayedScalingRecipeState
 from te_fast.tensor.float8 import Float8Quantizer
+from te_fast.tensor.hybrid_tensor import HybridQuantizedTensor
 from te_fast.tensor.of_recipe import ONE, Stack, quantizer_of, slot_of
 from te_fast.tensor.quantizer import Float8QuantizerBase
 from te_fast.tensor.sharded import measure_together, reduce_maximum
@@ -43,13 +44,13 @@ def settle_shard(parameter: Any) -> bool:
 
     FSDP2 gathers the bytes of all ranks under one scale. A checkpoint may be loaded before the first gather.
     """
-    part = quantized_part(parameter)
-    if part is None or part is parameter:
+    part = getattr(parameter, "_local_tensor", None)
+    if not isinstance(part, (Float8TensorBase, HybridQuantizedTensor)):
         return False
     group = _group_of_shards(parameter)
     if group is not None:
         measure_together(part, group)
-    return True
+    return is_quantized(part)
 
 
 def as_read(tensor: Any) -> Any:

@@ -66,7 +66,8 @@ def reduce_maximum(quantizer: Any, group: Any) -> bool:
     if getattr(quantizer, "with_amax_reduction", None) is not False:
         return False
     quantizer.with_amax_reduction, quantizer.amax_reduction_group = True, group
-    return True
+    is_one: bool = quantizer.with_amax_reduction  # of two quantizers, neither may measure
+    return is_one
 
 
 def measure_together(shard: Any, group: Any) -> None:
@@ -76,12 +77,19 @@ def measure_together(shard: Any, group: Any) -> None:
     """
     if not reduce_maximum(shard._quantizer, group):
         return
-    own = shard._value.row_scale
+    own = torch.stack([value.row_scale for value in _of_one_scale(shard)])
     scales = [torch.empty_like(own) for _ in range(get_distributed_world_size(group))]
     with named("FSDP2", "the comparison of a weight's scales"):
         torch.distributed.all_gather(scales, own, group=group)
-    if len(set(torch.cat(scales).tolist())) > 1:
+    if any(not torch.equal(own, other) for other in scales):
         shard.quantize_(shard.dequantize())
+
+
+def _of_one_scale(shard: Any) -> list[Any]:
+    """Return the values of a shard, one or two, that have one scale for all elements."""
+    both = shard._both() if hasattr(shard, "_both") else (shard,)
+    values = [getattr(one, "_value", None) for one in both]
+    return [value for value in values if value is not None and value.block == 0]
 
 
 def padded(shard: torch.Tensor, whole: Sequence[int], mesh: Any) -> torch.Tensor:
@@ -146,11 +154,7 @@ def before_gather_of_both(shard: Any, mesh: Any, *about: Any) -> tuple[Any, Any]
     """
     for name, one in zip(("rowwise", "columnwise"), shard._both(), strict=True):
         _check_half(type(shard).__name__, name, one)
-    quantizer = shard._quantizer
-    if not quantizer.with_amax_reduction:
-        # After a step each rank quantises its rows by the maximum of all.
-        quantizer.with_amax_reduction = True
-        quantizer.amax_reduction_group = mesh.get_group()
+    measure_together(shard, mesh.get_group())
     gathered: list[torch.Tensor] = []
     notes: list[Any] = []
     for one in shard._both():
