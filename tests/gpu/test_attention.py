@@ -211,3 +211,24 @@ def test_layers_in_graphs_turn_by_their_own_angles():
         layer(x, rotary_pos_emb=angles * 2)
         graph.replay()
     assert relative(out, known) < 1e-2
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_bias_may_train_alone(dtype, compiles):
+    """Gradients of sinks and biases do not depend on whether queries, keys and values want one."""
+    layer = te.DotProductAttention(HEADS, D, qkv_format="bshd", softmax_type="learnable")
+    bias = torch.randn(1, HEADS, 48, 48, device="cuda", dtype=dtype, requires_grad=True)
+    parts = [torch.randn(2, 48, HEADS, D, device="cuda", dtype=dtype) for _ in range(3)]
+    grad = torch.randn(2, 48, HEADS * D, device="cuda", dtype=dtype)
+    given = {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": bias}
+    found = []
+    for trains in (True, False):
+        leaves = [part.clone().requires_grad_(trains) for part in parts]
+        call = torch.compile(layer) if compiles else layer
+        call(*leaves, **given).backward(grad)
+        found.append((bias.grad, layer.softmax_offset.grad))
+        bias.grad = layer.softmax_offset.grad = None
+    for want, got in zip(*found, strict=True):
+        assert relative(got, want) < BOUNDS[dtype]
+        assert got.abs().sum() > 0

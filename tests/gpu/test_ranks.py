@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from compiled_parallel_rank import scenes as compiled_scenes
+from context_rank import scenes as context_scenes
 from expert_rank import scenes as expert_scenes
 from overlap_rank import scenes as overlap_scenes
 from parallel_attention_rank import scenes as attention_scenes
@@ -16,8 +17,14 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 #: The other scenes test the host's work, and NCCL's watchdog ends processes whose peers have stopped.
-LAST = ("a_rank_that_stops", "a_rank_that_stops_before_backward", "a_rank_with_another_group")
+LAST = (
+    "a_rank_that_stops",
+    "a_rank_that_stops_before_backward",
+    "a_rank_that_stops_before_it_reduces_maxima",
+    "a_rank_with_another_group",
+)
 SCENES = tuple(name for name in scenes.functions if name not in LAST)
+OF_CONTEXT = tuple(name for name in context_scenes.functions if name not in LAST)
 OF_EXPERTS = tuple(name for name in expert_scenes.functions if name not in LAST)
 
 
@@ -50,6 +57,20 @@ def of_attention(fresh, tmp_path_factory):
 @pytest.mark.parametrize("scene", attention_scenes.functions)
 def test_gpus_that_share_heads(of_attention, scene):
     assert {rank.get(scene, "did not run") for rank in of_attention} == {""}
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def of_context(request, fresh, tmp_path_factory):
+    size = request.param
+    if torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} GPUs")
+    folder = tmp_path_factory.mktemp(f"context{size}")
+    return run(fresh, folder, "context_rank", size, OF_CONTEXT, kind="cuda")
+
+
+@pytest.mark.parametrize("scene", OF_CONTEXT)
+def test_gpus_that_share_tokens(of_context, scene):
+    assert {rank.get(scene, "did not run") for rank in of_context} == {""}
 
 
 @pytest.fixture(scope="module")

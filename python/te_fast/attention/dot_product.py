@@ -25,6 +25,7 @@ from te_fast.attention.arguments import (
     checked_probability,
     unpacked,
 )
+from te_fast.attention.context import ranks_of
 from te_fast.attention.inference import InferenceParams, check_caches
 from te_fast.attention.rules import (
     BIAS_TYPES,
@@ -41,14 +42,14 @@ from te_fast.attention.rules import (
 )
 from te_fast.attention.scores import Bias, Packing, Scores
 from te_fast.errors import DtypeError, ShapeError, StateError, UnsupportedError
+from te_fast.graphs.refusal import refusal
 from te_fast.graphs.region import entered, key_of_region
 from te_fast.layers.base import TransformerEngineBaseModule
 from te_fast.layers.parameters import check_sizes, refuse
 from te_fast.parallel.checkpoint import Share
-from te_fast.parallel.ranks import divided
+from te_fast.parallel.ranks import divided, reduced_sharing
 from te_fast.runtime import native
 from te_fast.runtime.arguments import check_flags, check_numbers
-from te_fast.runtime.collectives import check_is_group
 from te_fast.runtime.compiling import is_in_graph
 from te_fast.runtime.device import check_device
 from te_fast.runtime.recompute import checkpoint
@@ -101,7 +102,7 @@ class DotProductAttention(TransformerEngineBaseModule):
     sequence_parallel : bool, default = False
         Dropout draws from the current generator, whatever `get_rng_state_tracker` is.
     cp_group, cp_global_ranks, cp_stream, cp_comm_type : optional
-        Context parallelism; groups of one rank only so far.
+        As :meth:`set_context_parallel_group` takes them.
     get_rng_state_tracker : Callable, optional
         Gives the tracker whose generator dropout draws from.
     layer_number : int, optional
@@ -260,6 +261,11 @@ class DotProductAttention(TransformerEngineBaseModule):
             self.softmax_offset = torch.zeros_like(self.softmax_offset)  # type: ignore[arg-type]
         return result
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Let deep copies share the ranks of sequences."""
+        groups = self.cp_group if isinstance(self.cp_group, (list, tuple)) else (self.cp_group,)
+        return reduced_sharing(super().__reduce_ex__(protocol), [*groups, self._context])
+
     def reset_parameters(self, defer_init: bool = False) -> None:
         """Set the learnable offset to zero, after making it real if it is on the meta device.
 
@@ -284,14 +290,28 @@ class DotProductAttention(TransformerEngineBaseModule):
         cp_comm_type: str = "p2p",
         load_balancing_strategy: CPLoadBalancingStrategy = CPLoadBalancingStrategy.DUAL_CHUNK_SWAP,
     ) -> None:
-        """Set the context-parallel group; only a group of one rank works so far.
+        """Set the ranks that share the tokens of sequences (context parallelism), in dense formats.
+
+        Parameters
+        ----------
+        cp_group : torch.distributed.ProcessGroup or list of them, optional
+            The ranks; None means one rank. For ``a2a+p2p``, the ranks that exchange heads, and those among which keys
+            and values travel; adjacent ranks of a sequence exchange heads.
+        cp_global_ranks, cp_stream : optional
+            Not read: the group knows its ranks, and collectives run beside attention on streams of their own.
+        cp_comm_type : {'p2p', 'all_gather', 'a2a', 'a2a+p2p'}, default = 'p2p'
+            Keys and values travel from rank to rank; they are gathered at once; ranks exchange heads for tokens; the
+            third, then the first. Windows, sinks, caps and dropout need ``a2a``.
+        load_balancing_strategy : CPLoadBalancingStrategy, default = DUAL_CHUNK_SWAP
+            Which tokens each rank has.
 
         Raises
         ------
-        UnsupportedError
-            For a group of several ranks.
         ShapeError
-            If the strategy is no :class:`te_fast.pytorch.CPLoadBalancingStrategy`.
+            If the strategy is no :class:`te_fast.pytorch.CPLoadBalancingStrategy`, or `cp_comm_type` is unknown or
+            does not fit the number of groups.
+        DtypeError
+            If `cp_group` is no group.
         """
         if not isinstance(load_balancing_strategy, CPLoadBalancingStrategy):
             message = (
@@ -299,12 +319,7 @@ class DotProductAttention(TransformerEngineBaseModule):
                 f"{type(load_balancing_strategy).__name__}"
             )
             raise ShapeError(message)
-        groups = cp_group if isinstance(cp_group, list) else [cp_group]
-        for group in groups:
-            check_is_group(self.name, "cp_group", group)
-            if group is not None and torch.distributed.get_world_size(group=group) > 1:
-                message = f"{self.name}: context parallelism (cp_group) is not supported yet"
-                raise UnsupportedError(message)
+        self._context = ranks_of(self.name, cp_group, cp_comm_type, load_balancing_strategy)
         self.cp_group, self.cp_global_ranks = cp_group, cp_global_ranks
         self.cp_stream, self.cp_comm_type = cp_stream, cp_comm_type
         self.load_balancing_strategy = load_balancing_strategy
@@ -510,6 +525,8 @@ class DotProductAttention(TransformerEngineBaseModule):
         dropout = self.attention_dropout if self.training else 0.0
         cap = checked_cap(self, self.softcap if softcap is None else softcap)
         how = Scores(rule, self.softmax_scale, dropout, bias, sink=self.softmax_offset, softcap=cap)
+        if self._context is not None:
+            self._refuse_with_ranks(fmt, inference_params)
         if inference_params is not None:
             check_caches(self.name, inference_params)
             return self._with_cache(heads, how, fmt, lengths, inference_params)
@@ -546,6 +563,24 @@ class DotProductAttention(TransformerEngineBaseModule):
         check_bias(self, tensor, slopes, q.shape[-2])
         return Bias(kind, tensor, slopes)
 
+    def _refuse_with_ranks(self, fmt: str, inference_params: InferenceParams | None) -> None:
+        """Raise for what ranks that share the tokens of sequences do not compute."""
+        refused = {
+            "qkv_format='thd'": fmt == "thd",
+            "inference_params": inference_params is not None,
+            "return_max_logit=True": self.return_max_logit,
+        }
+        for what, is_given in refused.items():
+            if is_given:
+                message = f"{self.name}: context parallelism (cp_group) has no {what}"
+                raise UnsupportedError(message)
+        if is_in_graph():
+            message = (
+                f"{self._named()}: ranks that share the tokens of sequences (cp_group) do not attend in a compiled "
+                "function; call the attention outside of it"
+            )
+            raise refusal(message)
+
     # Dense formats --------------------------------------------------------------------------------
 
     def _merged(
@@ -568,6 +603,8 @@ class DotProductAttention(TransformerEngineBaseModule):
         elif how.rule.kind == "arbitrary":
             how = how.of(masked=self._masked(mask))
         check_scores(self, q, k, how)
+        if self._context is not None:
+            self._context.check(q, k, how)
         y = self._run(q, k, v, how, recomputes=recomputes)
         merged = y.permute((2, 0, 1, 3) if fmt == "sbhd" else (0, 2, 1, 3)).flatten(2)
         return (merged, core.max_logits(q, k, how)) if self.return_max_logit else merged
@@ -609,6 +646,8 @@ class DotProductAttention(TransformerEngineBaseModule):
 
         def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             with self._forked(how.dropout), self._restricted(q):
+                if self._context is not None:
+                    return self._context.attend(q, k, v, how)
                 if packings is not None:
                     return core.attend_packed(q, k, v, packings, how)
                 return core.attend(q, k, v, how)
@@ -616,7 +655,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         if recomputes and torch.is_grad_enabled():
             tracker = self.get_rng_state_tracker
             return checkpoint(run, q, k, v, get_rng_state_tracker=tracker, use_reentrant=False)
-        if how.dropout == 0.0 and all(self._kernels) and packings is None:
+        if how.dropout == 0.0 and all(self._kernels) and packings is None and not self._context:
             return core.attend(q, k, v, how)
         return run(q, k, v)
 

@@ -94,12 +94,12 @@ class CompositeModule(torch.nn.Module):
         cp_comm_type: str = "p2p",
         load_balancing_strategy: CPLoadBalancingStrategy = CPLoadBalancingStrategy.DUAL_CHUNK_SWAP,
     ) -> None:
-        """Set the context-parallel group; only a group of one rank works so far.
+        """Set the ranks that share the tokens of sequences, as :class:`te_fast.pytorch.DotProductAttention` takes them.
 
         Raises
         ------
-        UnsupportedError
-            For a group of several ranks.
+        ShapeError, DtypeError
+            If the arguments do not fit.
         """
         arguments = (cp_group, cp_global_ranks, cp_stream, cp_comm_type, load_balancing_strategy)
         self._tell("set_context_parallel_group", *arguments)
@@ -673,8 +673,11 @@ thd_attention_policies, thd_attention_policy_dispatch, softcap : optional
         check_angles(
             self._shown, angles, kept, given.get(f"cu_seqlens_{side}") if ends is not None else None
         )
-        interleaved = self.rotary_pos_interleaved
-        return waves_of(angles, shape, self.qkv_format, starts, ends, interleaved=interleaved)
+        how: dict[str, Any] = {"interleaved": self.rotary_pos_interleaved}
+        ranks: Any = getattr(self.core_attention, "_context", None)
+        if ranks is not None:
+            how["share"] = ranks.share
+        return waves_of(angles, shape, self.qkv_format, starts, ends, **how)
 
 
 def is_fresh(layer: torch.nn.Module) -> bool:

@@ -11,7 +11,8 @@ from torch.compiler import is_compiling
 
 from te_fast.attention import operators
 from te_fast.attention.arguments import check_places
-from te_fast.errors import ArgumentError, DeviceError, ShapeError, UnsupportedError
+from te_fast.attention.shares import WHOLE, ContextShare, share_of
+from te_fast.errors import DeviceError, ShapeError, UnsupportedError
 from te_fast.layers.parameters import check_sizes
 from te_fast.runtime import native
 from te_fast.runtime.arguments import check_numbers, check_tensors
@@ -409,59 +410,13 @@ def split_rotated(
     return parts if order is None else tuple([part.permute(order) for part in parts])
 
 
-class ContextShare(NamedTuple):
-    """Which tokens of a sequence a rank has under context parallelism.
-
-    A sequence has two chunks a rank. Rank r has chunk r and chunk 2 · ranks - 1 - r, so that all ranks have equal work
-    under a causal mask.
-
-    Parameters
-    ----------
-    ranks, rank : int
-        Ranks that share each sequence, and the number of this one.
-    """
-
-    ranks: int = 1
-    rank: int = 0
-
-    def begins(self, half: Any) -> tuple[Any, Any]:
-        """Return the positions of both chunks' first tokens; `half` is the length of a chunk."""
-        return self.rank * half, (2 * self.ranks - 1 - self.rank) * half
-
-    def positions(self, tokens: torch.Tensor, half: Any) -> torch.Tensor:
-        """Return the positions of this rank's tokens in their sequence, from their numbers on the rank."""
-        if self.ranks == 1:
-            return tokens
-        first, second = self.begins(half)
-        return tokens + torch.where(tokens < half, first, second - half)
-
-
-_WHOLE = ContextShare()
-
-
-def share_of(cp_size: int, cp_rank: int, op: str = _OP) -> ContextShare:
-    """Return which tokens of each sequence a rank of context parallelism has."""
-    if type(cp_size) is not int:
-        check_sizes(op, cp_size=cp_size)
-    if cp_size == 1:
-        return _WHOLE
-    check_numbers(op, cp_rank=cp_rank)
-    if not 0 <= cp_rank < cp_size:
-        message = (
-            f"{op}: cp_rank must be from 0 to cp_size - 1, got cp_rank={cp_rank}, cp_size={cp_size}"
-        )
-        raise ArgumentError(message)
-    check_sizes(op, cp_rank=cp_rank)
-    return ContextShare(cp_size, cp_rank)
-
-
 def waves_of(
     freqs: torch.Tensor,
     shape: torch.Size,
     tensor_format: str,
     start_positions: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
-    share: ContextShare = _WHOLE,
+    share: ContextShare = WHOLE,
     *,
     interleaved: bool,
 ) -> Waves:
@@ -544,7 +499,7 @@ def angles_of(
     tensor_format: str,
     start_positions: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
-    share: ContextShare = _WHOLE,
+    share: ContextShare = WHOLE,
 ) -> torch.Tensor:
     """Return the angles of each position of heads in a format, as they broadcast to those.
 
@@ -682,7 +637,7 @@ def apply_rotary_pos_emb(
     >>> torch.equal(rotated[0], q[0]), torch.equal(rotated[1], q[1])
     (True, False)
     """
-    share = share_of(cp_size, cp_rank)
+    share = share_of(cp_size, cp_rank, _OP)
     _check(t, freqs, tensor_format)
     if tensor_format == "thd" and cu_seqlens is None:
         message = f"{_OP}: cu_seqlens must say where sequences begin when tensor_format is 'thd'"

@@ -208,11 +208,18 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) ->
     if grouped:  # no kernel takes groups and a mask
         repeats = q.shape[1] // k.shape[1]
         k, v = (tensor.repeat_interleave(repeats, dim=1) for tensor in (k, v))
+    if bias is not None and bias.requires_grad and not _want_gradients(q, k, v):
+        # torch's kernels keep what backward reads only for queries, keys and values: this sum of nothing needs them.
+        q = q + bias[..., :0].sum()
     given = mask if bias is None else bias
     y = functional.scaled_dot_product_attention(
         q, k, v, attn_mask=given, dropout_p=scores.dropout, scale=scores.scale
     )
     return y if dead is None else y.masked_fill(dead, 0.0)
+
+
+def _want_gradients(*tensors: torch.Tensor) -> bool:
+    return any([tensor.requires_grad for tensor in tensors])
 
 
 @torch.no_grad()

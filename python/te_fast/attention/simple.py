@@ -100,6 +100,7 @@ NOTED_OF_CORE = (
     *(
         "qkv_format",
         "softmax_type",
+        "_context",
         "return_max_logit",
         "_kernels",
         "softcap",
@@ -211,6 +212,7 @@ def _is_simple(core: Any, given: dict[str, Any]) -> bool:
         type(core) is DotProductAttention
         and core.qkv_format in ORDERS
         and core.softmax_type == "vanilla"
+        and core._context is None
         and not core.return_max_logit
         and all(core._kernels)
         and (core.softcap if given["softcap"] is None else given["softcap"]) == 0.0

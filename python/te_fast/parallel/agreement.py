@@ -36,12 +36,15 @@ class Agreement:
         The ranks.
     layer : str
         Text of the layer's properties that must be equal on all ranks.
+    argument : str
+        The argument by which users give the group.
     """
 
-    __slots__ = ("_group", "_is_alone", "_known", "_layer", "_name")
+    __slots__ = ("_argument", "_group", "_is_alone", "_known", "_layer", "_name")
 
-    def __init__(self, name: str, group: Any, layer: str) -> None:
+    def __init__(self, name: str, group: Any, layer: str, argument: str = "tp_group") -> None:
         self._name, self._group, self._layer = name, group, layer
+        self._argument = argument
         self._is_alone = get_distributed_world_size(group) == 1
         self._known: set[Any] = set()
 
@@ -115,8 +118,8 @@ class Agreement:
             table = everyones.view(size, -1).tolist()
         except RuntimeError as error:
             message = (
-                f"{self._name}: the ranks of tp_group could not compare their calls; one has stopped, is late, or does "
-                f"something else: {error}"
+                f"{self._name}: the ranks of {self._argument} could not compare their calls; one has stopped, is late, "
+                f"or does something else: {error}"
             )
             raise RanksError(message) from error
         if all(row == flat for row in table):
@@ -135,7 +138,7 @@ class Agreement:
                 else f"ranks {[rank for rank, row in enumerate(theirs) if row != numbers]} have another than rank "
                 f"{get_distributed_rank(self._group)}"
             )
-            message = f"{self._name}: the {what} must be the same on all ranks of tp_group; {shown}"
+            message = f"{self._name}: the {what} must be the same on all ranks of {self._argument}; {shown}"
             raise RanksError(message)
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from te_fast.attention.rope import apply_rotary_pos_emb, rotate, share_of, waves_of
+from te_fast.attention.rope import apply_rotary_pos_emb, rotate, waves_of
+from te_fast.attention.shares import share_of
 from te_fast.tex.enums import NVTE_QKV_Format
 from te_fast.tex.errors import ExtensionError, check_tensors
 

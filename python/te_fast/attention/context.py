@@ -1,0 +1,277 @@
+"""Context parallelism: ranks that share the tokens of sequences attend together.
+
+There are two ways, which can follow each other. Ranks exchange heads for tokens, so that each attends to whole
+sequences with some of the heads (https://arxiv.org/abs/2309.14509). Or each rank keeps its tokens and attends to the
+keys of all ranks (:mod:`te_fast.attention.ring`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from te_fast.attention import scores as core
+from te_fast.attention.ring import Ring, attend_in_ring
+from te_fast.attention.rules import CPLoadBalancingStrategy
+from te_fast.attention.scores import Scores
+from te_fast.attention.shares import ContextShare
+from te_fast.errors import DtypeError, ShapeError, UnsupportedError
+from te_fast.parallel.agreement import Agreement
+from te_fast.runtime.collectives import (
+    check_is_group,
+    get_distributed_rank,
+    get_distributed_world_size,
+    named,
+)
+
+#: How ranks communicate, by Transformer Engine's names.
+WAYS = ("p2p", "all_gather", "a2a", "a2a+p2p")
+
+
+class ContextRanks:
+    """The ranks that share the tokens of sequences.
+
+    Parameters
+    ----------
+    name : str
+        Name of the layer.
+    exchanging : torch.distributed.ProcessGroup, optional
+        Ranks that exchange heads for tokens.
+    attending : torch.distributed.ProcessGroup, optional
+        Ranks that keep their tokens and attend to the keys of all.
+    gathers : bool
+        Whether the latter gather keys and values at once; otherwise these travel from rank to rank.
+    is_balanced : bool
+        Whether each rank has two chunks of a sequence, so that all have equal work under a causal mask.
+    """
+
+    def __init__(
+        self, name: str, exchanging: Any, attending: Any, *, gathers: bool, is_balanced: bool
+    ) -> None:
+        self.exchanging, self.attending = exchanging, attending
+        self.is_balanced = is_balanced
+        self._name, self._gathers = name, gathers
+        layer = f"context parallelism {exchanging is None} {gathers} {is_balanced}"
+        groups = [group for group in (exchanging, attending) if group is not None]
+        self._agreements = [Agreement(name, group, layer, "cp_group") for group in groups]
+
+    @property
+    def share(self) -> ContextShare:
+        """Which tokens of a sequence this rank has."""
+        inner, outer = _size_of(self.exchanging), _size_of(self.attending)
+        rank = _rank_of(self.exchanging) + inner * _rank_of(self.attending)
+        return ContextShare(inner * outer, rank, self.is_balanced)
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores
+    ) -> torch.Tensor:
+        """Attend to the keys of all ranks: :func:`te_fast.attention.scores.attend` on this rank's tokens.
+
+        Raises
+        ------
+        RanksError
+            If ranks make different calls, or one is gone or late.
+        """
+        self._check_alike(q, k, v)
+        group = self.exchanging
+        if group is None:
+            return self._attend_whole(q, k, v, scores)
+        ranks, rank = _size_of(group), _rank_of(group)
+        if scores.sink is not None:
+            scores = scores._replace(sink=scores.sink.chunk(ranks)[rank])
+        how = _Exchange(group, self.is_balanced, self._name)
+        q, k, v = (_ToTokens.apply(tensor, how) for tensor in (q, k, v))
+        y: torch.Tensor = _ToHeads.apply(self._attend_whole(q, k, v, scores), how)
+        return y
+
+    def _attend_whole(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores
+    ) -> torch.Tensor:
+        if self.attending is None:
+            return core.attend(q, k, v, scores)
+        is_causal = scores.rule.right == 0
+        how = (self._gathers, self.is_balanced, is_causal, scores.scale, self._name)
+        return attend_in_ring(q, k, v, Ring(self.attending, *how))
+
+    def _check_alike(self, *tensors: torch.Tensor) -> None:
+        for agreement in self._agreements:
+            for tensor in tensors:
+                wants = torch.is_grad_enabled() and tensor.requires_grad
+                agreement.check(tensor, wanted=wants, needs_input=wants)
+
+    def check(self, q: torch.Tensor, k: torch.Tensor, scores: Scores) -> None:
+        """Raise for what ranks cannot compute together.
+
+        Parameters
+        ----------
+        q, k : torch.Tensor
+            ``(batch, heads, queries of this rank, d)``, and keys likewise.
+        scores : Scores
+            How scores are computed.
+
+        Raises
+        ------
+        ShapeError
+            If heads or tokens do not divide.
+        UnsupportedError
+            For masks, biases and options that this way does not have.
+        """
+        rule, name = scores.rule, self._name
+        refused = {
+            "a mask type with padding": rule.is_padded,
+            "attn_mask_type='arbitrary'": rule.kind == "arbitrary",
+            "a core_attention_bias": scores.bias.kind != "no_bias",
+        }
+        by_exchange = {
+            "window_size": rule.left >= 0 or rule.right > 0,
+            "softmax_type": scores.sink is not None,
+            "softcap": scores.softcap != 0.0,
+            "attention_dropout": scores.dropout != 0.0,
+        }
+        for what, is_given in refused.items():
+            if is_given:
+                message = f"{name}: context parallelism (cp_group) takes no {what}"
+                raise UnsupportedError(message)
+        for what, is_given in by_exchange.items():
+            if is_given and self.attending is not None:
+                message = f"{name}: context parallelism takes {what} with cp_comm_type='a2a' alone"
+                raise UnsupportedError(message)
+        ranks = _size_of(self.exchanging)
+        if q.shape[1] % ranks or k.shape[1] % ranks:
+            message = (
+                f"{name}: the {ranks} ranks that exchange heads need a multiple of {ranks} heads and groups, got "
+                f"{q.shape[1]} and {k.shape[1]}; use cp_comm_type='p2p'"
+            )
+            raise ShapeError(message)
+        if self.is_balanced and (q.shape[2] % 2 or k.shape[2] % 2):
+            message = (
+                f"{name}: under context parallelism a rank has two chunks of each sequence, got {q.shape[2]} queries "
+                f"and {k.shape[2]} keys; pad sequences to a multiple of {2 * self.share.ranks} tokens"
+            )
+            raise ShapeError(message)
+        if rule.right == 0 and q.shape[2] != k.shape[2]:
+            message = (
+                f"{name}: a causal mask under context parallelism needs as many queries as keys, got {q.shape[2]} and "
+                f"{k.shape[2]}"
+            )
+            raise ShapeError(message)
+
+
+def _size_of(group: Any) -> int:
+    return 1 if group is None else get_distributed_world_size(group)
+
+
+def _rank_of(group: Any) -> int:
+    return 0 if group is None else get_distributed_rank(group)
+
+
+def ranks_of(
+    name: str, cp_group: Any, way: str, strategy: CPLoadBalancingStrategy
+) -> ContextRanks | None:
+    """Return the ranks of Transformer Engine's arguments; None if there is only one.
+
+    Parameters
+    ----------
+    name : str
+        Name of the layer.
+    cp_group : torch.distributed.ProcessGroup or list of them
+        The ranks. For ``a2a+p2p``, those that exchange heads, and those among which keys and values travel.
+    way : {'p2p', 'all_gather', 'a2a', 'a2a+p2p'}
+        How they communicate.
+    strategy : CPLoadBalancingStrategy
+        Which tokens each rank has.
+
+    Raises
+    ------
+    ShapeError
+        If `way` is unknown, or needs two groups and has one, or the reverse.
+    DtypeError
+        If an argument is no group.
+    """
+    is_list = isinstance(cp_group, (list, tuple))
+    groups = list(cp_group) if is_list else [cp_group]
+    for group in groups:
+        check_is_group(name, "cp_group", group)
+    if way not in WAYS:
+        message = f"{name}: cp_comm_type must be one of {', '.join(WAYS)}, got {way!r}"
+        raise ShapeError(message)
+    if all(_size_of(group) == 1 for group in groups):
+        return None
+    if (way == "a2a+p2p") != (is_list and len(groups) == 2):
+        message = (
+            f"{name}: cp_group must be {'a list of two groups' if way == 'a2a+p2p' else 'one group'} for "
+            f"cp_comm_type={way!r}, got {len(groups) if is_list else 1}"
+        )
+        raise (ShapeError if is_list else DtypeError)(message)
+    exchanging = groups[0] if way.startswith("a2a") and _size_of(groups[0]) > 1 else None
+    attending = groups[-1] if way != "a2a" and _size_of(groups[-1]) > 1 else None
+    is_balanced = strategy is CPLoadBalancingStrategy.DUAL_CHUNK_SWAP
+    gathers = way == "all_gather"
+    return ContextRanks(name, exchanging, attending, gathers=gathers, is_balanced=is_balanced)
+
+
+# Heads for tokens -----------------------------------------------------------------------------------
+
+
+class _Exchange(NamedTuple):
+    """An exchange of heads for tokens: the ranks, whether each has two chunks, and the layer's name."""
+
+    group: Any
+    is_balanced: bool
+    name: str
+
+    def run(self, sent: torch.Tensor) -> torch.Tensor:
+        """Send each rank its part along the first dimension."""
+        received = torch.empty_like(sent)
+        with named(self.name, "the exchange of heads for tokens"):
+            torch.distributed.all_to_all_single(received, sent, group=self.group)
+        return received
+
+    def chunks(self, of_ranks: torch.Tensor) -> list[torch.Tensor]:
+        """Return views of the ranks' first chunks, and of their second ones: ``(ranks, ...)``, tokens second last."""
+        if not self.is_balanced:
+            return [of_ranks]
+        former, latter = of_ranks.unflatten(-2, (2, -1)).unbind(-3)
+        return [former, latter]
+
+    def to_tokens(self, heads: torch.Tensor) -> torch.Tensor:
+        """Take all tokens of some heads for some tokens of all heads: ``(batch, heads, tokens, d)``."""
+        ranks = _size_of(self.group)
+        received = self.run(heads.unflatten(1, (ranks, -1)).movedim(1, 0).contiguous())
+        parts = self.chunks(received)
+        # The second chunks lie in the sequence in the reverse order of the ranks.
+        ordered = [part if number == 0 else part.flip(0) for number, part in enumerate(parts)]
+        return torch.cat(ordered).movedim(0, 2).flatten(2, 3)
+
+    def to_heads(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Do the reverse."""
+        ranks = _size_of(self.group)
+        chunks = tokens.unflatten(2, (ranks * (1 + self.is_balanced), -1)).movedim(2, 0)
+        parts = [chunks[:ranks]]
+        if self.is_balanced:
+            parts.append(chunks[ranks:].flip(0))
+        received = self.run(torch.stack(parts, -3).flatten(-3, -2).contiguous())
+        return received.movedim(0, 1).flatten(1, 2)
+
+
+class _ToTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, heads: torch.Tensor, how: _Exchange) -> torch.Tensor:
+        ctx.how = how
+        return how.to_tokens(heads)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return _ToHeads.apply(grad, ctx.how), None
+
+
+class _ToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: torch.Tensor, how: _Exchange) -> torch.Tensor:
+        ctx.how = how
+        return how.to_heads(tokens)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return _ToTokens.apply(grad, ctx.how), None
