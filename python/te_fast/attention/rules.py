@@ -31,7 +31,7 @@ class CPLoadBalancingStrategy(Enum):
 
     See Also
     --------
-    DotProductAttention : Takes a strategy with a group of ranks; so far, only groups of one rank work.
+    DotProductAttention : Takes a strategy with a group of ranks.
 
     Examples
     --------
