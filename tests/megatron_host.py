@@ -1,7 +1,7 @@
 """Megatron-LM's distributed optimizer and all-to-all where there is no GPU: the host answers what they ask of CUDA.
 
-Only this file, and nothing in te_fast, answers these requests: ``device="cuda"``, streams, the names of CUDA's tensor
-types, and several collectives in one call, since gloo gives bytes and BF16 of one call the same type.
+Only this file, and nothing in te_fast, answers these requests: ``device="cuda"``, pinned memory, streams, the names of
+CUDA's tensor types, and several collectives in one call, since gloo gives bytes and BF16 of one call the same type.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ class OnTheHost(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if str(kwargs.get("device")).startswith("cuda"):
             kwargs["device"] = "cpu"
+        kwargs.pop("pin_memory", None)
         if function is torch.Tensor.cuda:
             return args[0]
         if function is torch.Tensor.record_stream:

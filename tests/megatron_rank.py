@@ -22,6 +22,8 @@ STEPS = 4
 SCENE = {
     "tp": 1,  # ranks that share each layer
     "sp": False,  # sequence parallelism among them
+    "cp": 1,  # ranks that share the tokens of sequences
+    "way": "p2p",  # how they attend to each other's tokens
     "ep": 1,  # ranks that share the experts
     "dispatcher": "allgather",  # how rows travel to their experts
     "fp8": None,  # recipe
@@ -108,6 +110,8 @@ def make_model(scene, seed):
         use_cpu_initialization=not scene["distributed"],
         tensor_model_parallel_size=scene["tp"],
         sequence_parallel=scene["sp"],
+        context_parallel_size=scene["cp"],
+        cp_comm_type=scene["way"],
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
@@ -131,15 +135,25 @@ def make_model(scene, seed):
 
 
 def loss_of(model, step, share=0):
-    """Loss on tokens that depend only on the step and on this rank's share of them."""
+    """Loss on this rank's part of tokens that depend only on the step and on its share of them."""
     import torch
+    from megatron.core import parallel_state
+    from megatron.core.utils import get_batch_on_this_cp_rank
 
     # Its own attention makes no causal mask without a GPU.
     mask = torch.ones(LENGTH, LENGTH).triu(1).bool()[None, None]
     generator = torch.Generator().manual_seed(1000 + step % 2 + 10 * share)
     tokens = torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1), generator=generator)
-    places = torch.arange(LENGTH).expand(BATCH, -1)
-    return model(tokens[:, :-1], places, mask, labels=tokens[:, 1:]).float().mean()
+    batch = {
+        "tokens": tokens[:, :-1],
+        "labels": tokens[:, 1:],
+        "position_ids": torch.arange(LENGTH).expand(BATCH, -1),
+        "cu_seqlens": None,
+    }
+    group = parallel_state.get_context_parallel_group()
+    here = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group)
+    inputs = here["tokens"], here["position_ids"], mask
+    return model(*inputs, labels=here["labels"]).float().mean()
 
 
 def train(model, optimizer, steps):
@@ -151,8 +165,20 @@ def train(model, optimizer, steps):
         reduce_gradients(model)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
+        losses.append(mean_of_parts(loss.detach()).item())
     return losses
+
+
+def mean_of_parts(tensor):
+    """Return the mean over the ranks that share the tokens of sequences."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_context_parallel_group()
+    if dist.get_world_size(group) > 1:
+        dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group)
+        tensor /= dist.get_world_size(group)
+    return tensor
 
 
 def reduce_gradients(model):
@@ -160,6 +186,9 @@ def reduce_gradients(model):
     import torch.distributed as dist
     from megatron.core import parallel_state
 
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            mean_of_parts(parameter.grad)
     group = parallel_state.get_tensor_model_parallel_group()
     if dist.get_world_size(group) == 1:
         return
@@ -243,6 +272,7 @@ def play(name, scene, folder):
 
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=scene["tp"],
+        context_parallel_size=scene["cp"],
         expert_model_parallel_size=scene["ep"],
         expert_tensor_parallel_size=1,
     )

@@ -28,6 +28,9 @@ SCENES = {
     "split": {**SPLIT, "resume": True},
     "split, current": {**SPLIT, "fp8": "tensorwise"},
     "split, delayed": {"tp": 2, "fp8": "delayed", "resume": True},
+    "tokens": {"cp": 2, "resume": True},
+    "tokens, gathered": {"cp": 2, "way": "all_gather", "fp8": "tensorwise"},
+    "tokens, exchanged": {"cp": 2, "way": "a2a"},
     "experts": {**EXPERTS, "resume": True},
     "experts, block": {**EXPERTS, "fp8": "blockwise"},
     "split experts": {**EXPERTS, **SPLIT, "ep": 2, "resume": True},
@@ -98,9 +101,17 @@ def test_ranks_that_share_layers_see_what_one_sees(seen):
     assert difference(seen[0]["dense"]["losses"], seen[0]["split"]["losses"]) < 3e-3
 
 
+@pytest.mark.parametrize("name", ["tokens", "tokens, exchanged"])
+def test_ranks_that_share_tokens_see_what_one_sees(seen, name):
+    assert difference(seen[0]["dense"]["losses"], seen[0][name]["losses"]) < 3e-3
+
+
 @pytest.mark.parametrize(
     ("name", "like"),
-    [(name, "dense") for name in ("delayed", "block", "split, current", "split, delayed")]
+    [
+        (name, "dense")
+        for name in ("delayed", "block", "split, current", "split, delayed", "tokens, gathered")
+    ]
     + [("experts, block", "experts")],
 )
 def test_fp8_is_close_to_bf16(seen, name, like):
