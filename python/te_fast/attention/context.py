@@ -81,7 +81,7 @@ class ContextRanks:
         if scores.sink is not None:
             scores = scores._replace(sink=scores.sink.chunk(ranks)[rank])
         how = _Exchange(group, self.is_balanced, self._name)
-        q, k, v = (_ToTokens.apply(tensor, how) for tensor in (q, k, v))
+        q, k, v = _to_tokens((q, k, v), ranks, how)
         y: torch.Tensor = _ToHeads.apply(self._attend_whole(q, k, v, scores), how)
         return y
 
@@ -275,3 +275,15 @@ class _ToHeads(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         return _ToTokens.apply(grad, ctx.how), None
+
+
+def _to_tokens(
+    heads: tuple[torch.Tensor, ...], ranks: int, how: _Exchange
+) -> tuple[torch.Tensor, ...]:
+    """Exchange queries, keys and values by one collective, if their heads have equal sizes."""
+    if len({tensor.shape[2:] for tensor in heads}) > 1:
+        return tuple([_ToTokens.apply(tensor, how) for tensor in heads])
+    of_ranks = [tensor.unflatten(1, (ranks, -1)) for tensor in heads]
+    tokens = _ToTokens.apply(torch.cat(of_ranks, 2).flatten(1, 2), how)
+    parts: tuple[torch.Tensor, ...] = tokens.split([part.shape[2] for part in of_ranks], 1)
+    return parts

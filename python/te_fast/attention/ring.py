@@ -302,37 +302,54 @@ def _visit_back(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Call a function for each piece in the same order; return the gradients of this rank's keys and values."""
     pieces, own = _pieces_of(ring, q.shape[2], k.shape[2]), _Packed.of(k, v)
-    wide = torch.promote_types(k.dtype, torch.float32)
-    if ring.gathers:
-        whole = _gathered(ring, own)
-        grads = own.like(torch.zeros_like(whole.memory, dtype=wide))
-        for piece in pieces:
-            given = [_keys_of(tensor, piece) for tensor in whole.both()]
-            for grad, found in zip(grads.both(), differentiate(piece, *given), strict=True):
-                place = grad[piece.begin : piece.end, ..., : piece.keys, :]
-                place += found.unflatten(2, (-1, piece.keys)).permute(2, 0, 1, 3, 4)
-        with named(ring.name, "the reduction of the gradients of keys and values"):
-            flat = grads.memory.flatten()
-            mine, _ = reduce_scatter_of(len(grads.memory), flat, ring.group, async_op=False)
-        return own.like(mine).both()
+    visit = _back_from_gathered if ring.gathers else _back_by_travel
+    return visit(ring, pieces, own, differentiate).both()
+
+
+def _zeros_like(own: torch.Tensor) -> torch.Tensor:
+    """Return where gradients are summed: FP32 at least."""
+    return torch.zeros_like(own, dtype=torch.promote_types(own.dtype, torch.float32))
+
+
+def _back_from_gathered(
+    ring: Ring, pieces: list[_Piece], own: _Packed, differentiate: Any
+) -> _Packed:
+    whole = _gathered(ring, own)
+    grads = own.like(_zeros_like(whole.memory))
+    for piece in pieces:
+        given = [_keys_of(tensor, piece) for tensor in whole.both()]
+        for grad, found in zip(grads.both(), differentiate(piece, *given), strict=True):
+            place = grad[piece.begin : piece.end, ..., : piece.keys, :]
+            place += found.unflatten(2, (-1, piece.keys)).permute(2, 0, 1, 3, 4)
+    with named(ring.name, "the reduction of the gradients of keys and values"):
+        flat = grads.memory.flatten()
+        mine, _ = reduce_scatter_of(len(grads.memory), flat, ring.group, async_op=False)
+    return own.like(mine)
+
+
+def _back_by_travel(ring: Ring, pieces: list[_Piece], own: _Packed, differentiate: Any) -> _Packed:
     rank, ranks = get_distributed_rank(ring.group), get_distributed_world_size(ring.group)
+    mine = own.like(_zeros_like(own.memory))
     back: _Travel | None = None
     for step in range(ranks):
         travel = _Travel(ring, own.memory) if step + 1 < ranks else None
-        here = _piece_of(pieces, (rank - step) % ranks)
-        found = None
-        if here is not None:
-            found = differentiate(here, *[tensor[:, :, : here.keys] for tensor in own.both()])
-        # Gradients follow the keys, a step behind them, and end where these began.
-        memory = torch.zeros_like(own.memory, dtype=wide) if back is None else back.wait()
-        if here is not None:
-            for grad, one in zip(own.like(memory).both(), found, strict=True):
-                grad[:, :, : here.keys] += one
-        back = _Travel(ring, memory)
+        piece = _piece_of(pieces, (rank - step) % ranks)
+        found: tuple[torch.Tensor, ...] = ()
+        if piece is not None:
+            found = differentiate(piece, *[tensor[:, :, : piece.keys] for tensor in own.both()])
+        # Gradients of others' keys follow the keys, a step behind them, and end where these began.
+        grads = mine
+        if step > 0:
+            grads = own.like(torch.zeros_like(mine.memory) if back is None else back.wait())
+        for grad, one in zip(grads.both(), found, strict=False):
+            grad[:, :, : one.shape[2]] += one
+        if step > 0:
+            back = _Travel(ring, grads.memory)
         if travel is not None:
             own = own.like(travel.wait())
     assert back is not None
-    return own.like(back.wait()).both()
+    mine.memory.add_(back.wait())
+    return mine
 
 
 def _piece_of(pieces: list[_Piece], rank: int) -> _Piece | None:
