@@ -233,6 +233,37 @@ def some_tensors_want_no_gradient():
 
 
 @scene
+def tensors_may_lie_anyhow():
+    """Channels that are not side by side, and a gradient that is one number for all."""
+    here = tokens_here()
+    for way in ways():
+        *tensors, _ = whole()
+        wide = [one[:, here].unsqueeze(-1).repeat(1, 1, 1, 1, 2)[..., 0] for one in tensors]
+        own = [one.detach().requires_grad_() for one in wide]
+        out = attention(way)(*own)
+        out.sum().backward()
+        y, *grads = expected(*tensors, torch.ones_like(tensors[0]))
+        for got, want in zip((out, *(one.grad for one in own)), (y, *grads), strict=True):
+            assert (got - want[:, here]).norm() < 1e-5 * want[:, here].norm() + 1e-5, way
+
+
+@scene
+def autocast_of_torch_decides_the_type():
+    here, kind = tokens_here(), device().type
+    for way in ways():
+        *tensors, grad = whole()
+        own = [one[:, here].requires_grad_() for one in tensors]
+        with torch.autocast(kind, torch.bfloat16):
+            out = attention(way)(*own)
+        assert out.dtype == torch.bfloat16
+        out.backward(grad[:, here].flatten(2).bfloat16())
+        want = expected(*tensors, grad)
+        for got, one in zip((out, *(leaf.grad for leaf in own)), want, strict=True):
+            assert (got.double() - one[:, here]).norm() < 1.5e-2 * one[:, here].norm(), way
+        assert all(leaf.grad.dtype == torch.float32 for leaf in own)
+
+
+@scene
 def no_tokens():
     for way in ways():
         layer = attention(way)

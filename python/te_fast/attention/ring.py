@@ -261,6 +261,8 @@ class _Attention(torch.autograd.Function):
         if ctx.is_empty:
             return *(torch.zeros_like(tensor) for tensor in ctx.saved_tensors), None
         q, k, v, out, sums = ctx.saved_tensors
+        if grad.stride(-1) != 1:  # kernels read channels side by side
+            grad = grad.contiguous()
         ring, left = ctx.ring, iter(ctx.left)
         wide = torch.promote_types(q.dtype, torch.float32)
         of_q = torch.zeros(q.shape, dtype=wide, device=q.device)
@@ -378,5 +380,9 @@ def attend_in_ring(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ring: Ring
     RanksError
         If another rank is gone or late.
     """
+    kind = q.device.type
+    if torch.is_autocast_enabled(kind):  # as torch's own attention
+        dtype = torch.get_autocast_dtype(kind)
+        q, k, v = (one if one.dtype == torch.float64 else one.to(dtype) for one in (q, k, v))
     out: torch.Tensor = _Attention.apply(q, k, v, ring)
     return out
