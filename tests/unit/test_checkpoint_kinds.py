@@ -43,3 +43,29 @@ def test_a_layer_that_recomputes_pads_rows_again(use_reentrant):
         assert torch.equal(x.grad, wanted)
     finally:
         te_fast.auto_pad(False)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_region_in_a_recomputation_leaves_maxima_of_an_evaluation(use_reentrant):
+    """Without recomputation, backward enters no region, and the maxima wait for the next region's end."""
+    layer = te.Linear(32, 32, device="cpu")
+    twin = copy.deepcopy(layer)
+    x = torch.randn(16, 32, requires_grad=True)
+
+    def run(module, x):
+        with te.autocast(recipe=DelayedScaling()):
+            x = module(x)
+        return x.exp()  # torch's checkpoint stops inside of the region without it
+
+    def step(module, forward):
+        y = forward()
+        if not use_reentrant:  # a reentrant run's maxima are updated in backward
+            with torch.no_grad():
+                run(module, 2 * x)
+        y.sum().backward()
+        return module.fp8_meta["scaling_fwd"].amax_history.clone()
+
+    wanted = step(layer, lambda: run(layer, x))
+    found = step(twin, lambda: te.checkpoint(run, twin, x, use_reentrant=use_reentrant))
+    assert torch.equal(found, wanted)
+    assert torch.equal(twin.weight.grad, layer.weight.grad)

@@ -12,7 +12,7 @@ import torch
 
 from te_fast.errors import DtypeError
 from te_fast.recipe import Recipe
-from te_fast.runtime import delayed, native
+from te_fast.runtime import delayed, native, scale_tape
 from te_fast.runtime.delayed import native_recipe
 from te_fast.runtime.global_state import autocast_state, default_recipe
 from te_fast.runtime.support import check_recipe_support, kind_of_device
@@ -64,8 +64,11 @@ def prepare_recipe(recipe: Recipe | None) -> Recipe:
 
 
 def _update(without_grad: bool) -> None:
-    """Update the forward scales at the end of a region."""
-    if without_grad or torch.is_grad_enabled():
+    """Update the forward scales at the end of a region.
+
+    A region that a recomputation enters again has no maxima of its own. Those that are due are of other forwards.
+    """
+    if (without_grad or torch.is_grad_enabled()) and not scale_tape.is_updated():
         delayed.update_scales(forward=True)
 
 

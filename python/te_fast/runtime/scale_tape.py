@@ -138,6 +138,11 @@ def is_second() -> bool:
     return any(reads for _, reads in _own_phases())
 
 
+def is_updated() -> bool:
+    """Return whether a forward runs again whose regions have updated the scales at their ends."""
+    return any(reads and not tape.updates for tape, reads in _own_phases())
+
+
 def is_outside() -> bool:
     """Return whether this thread is in no region, entered or recorded."""
     enabled, _, _, _, depth, _ = native.autocast_region()
