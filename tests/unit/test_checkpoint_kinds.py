@@ -59,9 +59,8 @@ def test_a_region_in_a_recomputation_leaves_maxima_of_an_evaluation(use_reentran
 
     def step(module, forward):
         y = forward()
-        if not use_reentrant:  # a reentrant run's maxima are updated in backward
-            with torch.no_grad():
-                run(module, 2 * x)
+        with torch.no_grad():
+            run(module, 2 * x)
         y.sum().backward()
         return module.fp8_meta["scaling_fwd"].amax_history.clone()
 
@@ -69,3 +68,28 @@ def test_a_region_in_a_recomputation_leaves_maxima_of_an_evaluation(use_reentran
     found = step(twin, lambda: te.checkpoint(run, twin, x, use_reentrant=use_reentrant))
     assert torch.equal(found, wanted)
     assert torch.equal(twin.weight.grad, layer.weight.grad)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_regions_inside_of_checkpoints_update_scales_before_the_next_forward(use_reentrant):
+    """The end of a region updates scales although a reentrant checkpoint's first run has no gradients."""
+    layer = te.Linear(32, 32, device="cpu")
+    twin = copy.deepcopy(layer)
+    inputs = [(scale * torch.randn(16, 32)).requires_grad_() for scale in (1, 4, 2)]
+
+    def step(module, forward):
+        def run(x):
+            with te.autocast(recipe=DelayedScaling()):
+                return module(x)
+
+        outs = [forward(run, x) for x in inputs]
+        sum(y.square().sum() for y in outs).backward()
+        grads = [x.grad.clone() for x in inputs]
+        for x in inputs:
+            x.grad = None
+        return [*outs, *grads, module.weight.grad, module.fp8_meta["scaling_fwd"].scale.clone()]
+
+    wanted = step(layer, lambda run, x: run(x))
+    found = step(twin, lambda run, x: te.checkpoint(run, x, use_reentrant=use_reentrant))
+    for got, expected in zip(found, wanted, strict=True):
+        assert torch.equal(got, expected)

@@ -68,7 +68,8 @@ def _update(without_grad: bool) -> None:
 
     A region that a recomputation enters again has no maxima of its own. Those that are due are of other forwards.
     """
-    if (without_grad or torch.is_grad_enabled()) and not scale_tape.is_updated():
+    trains = torch.is_grad_enabled() or scale_tape.is_to_be_repeated()
+    if (without_grad or trains) and not scale_tape.is_second():
         delayed.update_scales(forward=True)
 
 

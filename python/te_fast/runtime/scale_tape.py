@@ -138,9 +138,9 @@ def is_second() -> bool:
     return any(reads for _, reads in _own_phases())
 
 
-def is_updated() -> bool:
-    """Return whether a forward runs again whose regions have updated the scales at their ends."""
-    return any(reads and not tape.updates for tape, reads in _own_phases())
+def is_to_be_repeated() -> bool:
+    """Return whether a forward runs without gradients, to be repeated with them."""
+    return any(tape.updates and not reads for tape, reads in _own_phases())
 
 
 def is_outside() -> bool:
@@ -174,7 +174,7 @@ def scales(
             place_in_recompute_buffer(layer.fp8_meta)
     else:
         scale, made, first = read.take(handle)
-    if not grads and any(tape.updates for tape, reads in phases if not reads):
+    if not grads and is_to_be_repeated():
         # A node of the second phase updates the backward scales.
         first = native.autocast_take_first() or first
     elif first:
