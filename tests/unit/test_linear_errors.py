@@ -149,3 +149,20 @@ def test_nested_tensors_are_refused(cls, fp8, layout):
         pytest.raises(te_fast.UnsupportedError, match="^proj: nested tensors"),
     ):
         layer(x)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+@pytest.mark.parametrize(
+    ("make", "arguments"),
+    [
+        (lambda: te.GroupedLinear(2, 32, 32, device="cpu"), ([8, 16],)),
+        (lambda: te.MultiheadAttention(32, 2, device="cpu"), ()),
+        (lambda: te.TransformerLayer(32, 64, 2, device="cpu"), ()),
+    ],
+    ids=["grouped", "attention", "layer"],
+)
+def test_nested_tensors_are_refused_where_the_host_reads_their_shape(make, arguments, layout):
+    x = torch.nested.nested_tensor([torch.ones(8, 32), torch.ones(16, 32)], layout=layout)
+    with pytest.raises(te_fast.UnsupportedError, match="nested tensors are not supported here"):
+        make()(x, *arguments)

@@ -15,6 +15,7 @@ from te_fast.errors import ArgumentError, DeviceError, DtypeError, ShapeError
 from te_fast.layers.parameters import check_sizes
 from te_fast.runtime.arguments import check_numbers, check_tensors
 from te_fast.runtime.compiling import is_unseen
+from te_fast.runtime.inputs import refuse_nested
 
 if TYPE_CHECKING:
     from te_fast.attention.scores import Scores
@@ -127,6 +128,7 @@ def check_heads(attention: Any, heads: Any, fmt: str) -> None:
                 f"{attention.name}: {name} must be a torch.Tensor, got {type(tensor).__name__}"
             )
             raise (ShapeError if tensor is None else DtypeError)(message)
+        refuse_nested(attention, tensor, "packed sequences, qkv_format='thd' and cu_seqlens_q")
         if tensor.dim() != len(fmt):
             message = f"{attention.name}: {name} must have {len(fmt)} dimensions in {fmt}, got {list(tensor.shape)}"
             raise ShapeError(message)

@@ -36,7 +36,7 @@ from te_fast.runtime.capturing import is_graph_capturing
 from te_fast.runtime.collectives import mark_share
 from te_fast.runtime.compiling import is_traced
 from te_fast.runtime.global_state import autocast_state
-from te_fast.runtime.inputs import check_input
+from te_fast.runtime.inputs import check_input, refuse_nested
 from te_fast.runtime.parts import fit_state, joined, lay_together
 from te_fast.runtime.splits import check_in_debug
 from te_fast.tensor.of_factory import own_region
@@ -536,6 +536,7 @@ class GroupedLinear(PartedLayer):
         return counts
 
     def _check_counts(self, counts: Sequence[int], inp: torch.Tensor) -> None:
+        refuse_nested(self, inp)
         rows = inp.shape[:-1].numel()
         if min(counts) < 0:
             message = f"{self.name}: m_splits must not be negative, got {list(counts)}"

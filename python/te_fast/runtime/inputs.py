@@ -9,8 +9,19 @@ import torch
 from te_fast.errors import DeviceError, DtypeError, ShapeError, UnsupportedError
 
 
-def refuse_nested(layer: Any, inp: Any) -> None:
+def refuse_nested(
+    layer: Any, inp: Any, remedy: str = "the rows as one tensor, (rows, features)"
+) -> None:
     """Raise if an input is a nested tensor, which native programs cannot read.
+
+    Parameters
+    ----------
+    layer : torch.nn.Module
+        The layer.
+    inp : object
+        The input.
+    remedy : str, optional
+        What to pass instead.
 
     Raises
     ------
@@ -18,10 +29,7 @@ def refuse_nested(layer: Any, inp: Any) -> None:
         With the layer's ``name``.
     """
     if isinstance(inp, torch.Tensor) and inp.is_nested:
-        message = (
-            f"{layer.name}: nested tensors are not supported here; pass the rows as one tensor, "
-            "(rows, features)"
-        )
+        message = f"{layer.name}: nested tensors are not supported here; pass {remedy}"
         raise UnsupportedError(message)
 
 
@@ -51,6 +59,8 @@ def check_input(
     ------
     DtypeError
         If it is no tensor.
+    UnsupportedError
+        If it is a nested tensor without a shape.
     ShapeError
         If it has another last dimension.
     DeviceError
@@ -59,6 +69,8 @@ def check_input(
     if not isinstance(inp, torch.Tensor):
         message = f"{layer.name}: the input must be a torch.Tensor, got {type(inp).__name__}"
         raise DtypeError(message)
+    if inp.is_nested and inp.layout is torch.strided:  # it has no shape
+        refuse_nested(layer, inp)
     if inp.dim() == 0 or inp.shape[-1] != features:
         message = (
             f"{layer.name}: the input's last dimension must be {name} = {features}, got a tensor "
