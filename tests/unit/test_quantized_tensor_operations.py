@@ -144,6 +144,73 @@ def test_views(tensor, kind, x):
     assert torch.equal(tensor.dequantize(), expected * 0.5)
 
 
+def test_views_of_flat_views(tensor, kind, x):
+    expected = values(x, kind)
+    flat = tensor.view(-1)
+    holds(flat.reshape(-1), expected.view(-1), tensor)
+    holds(flat.view(2, 16, 256), expected.view(2, 16, 256), tensor)
+    assert parts(flat.view(32, 256))[0].data_ptr() == parts(tensor)[0].data_ptr()
+    if kind in PER_TENSOR:
+        holds(flat.view(1, -1), expected.view(1, -1), tensor)
+        return
+    with pytest.warns(UserWarning, match="cuts the blocks"):
+        one_row = flat.view(1, -1)
+    assert torch.equal(one_row, expected.view(1, -1))
+
+
+def test_flat_views_of_different_rows_exchange_values(kind):
+    x, y = torch.randn(256, 130).bfloat16(), torch.randn(130, 256).bfloat16()
+    target, source = quantizer(kind)(x), quantizer(kind)(y)
+    expected = source.dequantize().view(256, 130)
+    target.view(-1).copy_(source.view(-1))
+    assert (target.dequantize() - expected).abs().max() <= expected.abs().max() / 16
+    rows = torch.empty_like(source.view(-1))
+    if kind in PER_TENSOR:
+        rows.copy_from_storage(source)
+        assert torch.equal(rows.dequantize(), source.dequantize().view(-1))
+        return
+    before = target.dequantize()
+    for other in (rows, source.view(-1), quantizer(kind)(x[:128])):
+        with pytest.raises(QuantizedTensorError, match="copy_from_storage takes values of that"):
+            target.view(-1).copy_from_storage(other)
+    assert torch.equal(target.dequantize(), before)
+
+
+def test_a_write_of_a_flat_view_without_a_row_layout(x):
+    tensor = quantizer("2d")(x)
+    tensor.update_usage(rowwise_usage=False)
+    tensor._quantizer.set_usage(rowwise=False)
+    tensor.view(-1).copy_(2 * x.view(-1))
+    assert torch.equal(tensor.dequantize(), values(2 * x, "2d"))
+
+
+@pytest.mark.parametrize("kind", PER_TENSOR)
+def test_a_strided_part_keeps_its_strides(tensor, kind, x):
+    part, expected = tensor[::2], values(x, kind)[::2]
+    for same in (part.detach(), part.view_as(expected), type(part).make_like(part)):
+        assert same.stride() == expected.stride()
+        assert torch.equal(same.flatten().dequantize(), expected.flatten())
+
+
+def test_a_tensor_like_a_part_is_a_part(kind):
+    x = torch.randn(256, 128).bfloat16()
+    tensor = quantizer(kind)(x)
+    part, expected = tensor[128:], tensor.dequantize()
+    if not isinstance(part, te.QuantizedTensor):
+        return
+    like = type(part).make_like(part)
+    if kind in PER_TENSOR:
+        with pytest.raises(QuantizedTensorError, match="part of a tensor"):
+            like.fill_(2.0)
+    else:
+        like.fill_(2.0)
+        expected[128:] = 2.0
+    holds(tensor, expected, tensor)
+    tensor.update_usage(columnwise_usage=True)
+    tensor.update_usage(rowwise_usage=False)
+    assert torch.equal(tensor.dequantize(), expected)
+
+
 def test_a_write_shows_in_views(tensor, kind, x):
     view = tensor.view(2, 16, 256)
     tensor.quantize_(y := torch.randn(32, 256).bfloat16())

@@ -192,7 +192,7 @@ class Float8BlockwiseQTensorStorage(QuantizedTensorStorage):
 
     def _keeps_blocks(self, size: Sequence[int]) -> bool:
         """Tell whether blocks stay whole."""
-        own = self.shape
+        own = self._shape_of_blocks()
         if self._value.groups != 1:
             return tuple(size) == tuple(own)
         is_flat = len(size) == 1 and size[0] == own.numel()
@@ -219,7 +219,7 @@ class Float8BlockwiseQTensorStorage(QuantizedTensorStorage):
         if not self._keeps_blocks(size):
             raise self._cuts_blocks(size)
         made = self._value.share()
-        if len(size) == 1 and len(self.shape) != 1:
+        if len(size) == 1 and len(self._shape_of_blocks()) != 1:
             return made  # The bytes keep their rows and columns, and so their blocks.
         valid = self._value.col_is_valid
         if made.row is not None:

@@ -552,6 +552,8 @@ def _takes_bytes(target: Any, source: Any) -> bool:
     own, other = target._value, source._value
     if (own.block, own.fp8, own.groups) != (other.block, other.fp8, other.groups):
         return False
+    if own.block and target._shape_of_blocks() != source._shape_of_blocks():
+        return False  # flat views of different rows
     if own.row is None:
         return own.col is not None and bool(other.col_is_valid)
     is_missed = own.block == 1 and own.col is not None and not other.col_is_valid

@@ -512,7 +512,7 @@ def _source_for(source: torch.Tensor, tensor: Any) -> torch.Tensor:
     """Return plain values in the form for a write into a quantised tensor."""
     value: native.QuantizedValue = tensor._value
     source = _source(source, tensor.device)
-    inner = tensor._shape() if value.row is None else value.row.shape
+    inner = QuantizedTensorStorage._shape(tensor) if value.row is None else value.row.shape
     if source.dim() == 1 and source.shape != inner and source.numel() == inner.numel():
         source = source.view(inner)  # a flat view, whose bytes keep their rows
     return source

@@ -172,6 +172,11 @@ class QuantizedTensorStorage:
         message = f"{type(self).__name__}: no data is there, so that it has no shape"
         raise QuantizedTensorError(message)
 
+    def _shape_of_blocks(self) -> torch.Size:
+        """Return the shape that has the blocks; a flat view keeps its bytes in their rows."""
+        shape = self.shape
+        return QuantizedTensorStorage._shape(self) if len(shape) == 1 else shape
+
     @property
     def shape(self) -> torch.Size:
         """The shape."""
@@ -254,7 +259,7 @@ class QuantizedTensorStorage:
         DtypeError
             If the other one is of another class.
         QuantizedTensorError
-            If it is scaled otherwise or of another FP8 type.
+            If it is scaled otherwise, of another FP8 type, or of another size or other rows of blocks.
         """
         if getattr(src, "_PARTS", None) != self._PARTS:
             expected, got = type(self).__name__, type(src).__name__
@@ -265,6 +270,14 @@ class QuantizedTensorStorage:
             message = (
                 f"{type(self).__name__}: copy_from_storage takes values of the same scaling and FP8 type, got "
                 f"{type(src).__name__} of {other.fp8}"
+            )
+            raise QuantizedTensorError(message)
+        shapes = self._shape_of_blocks(), src._shape_of_blocks()
+        kept, given = ((shape.numel(), shape[-1:] if own.block else ()) for shape in shapes)
+        if kept != given:
+            message = (
+                f"{type(self).__name__} of shape {list(shapes[0])}: copy_from_storage takes values of that shape, got "
+                f"{list(shapes[1])}"
             )
             raise QuantizedTensorError(message)
         copy_values(own, other)

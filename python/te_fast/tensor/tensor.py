@@ -391,10 +391,13 @@ class Float8TensorBase(TensorOverStorage):
         device: torch.device | None = None,
         stride: Sequence[int] | None = None,
     ) -> Any:
-        """Return a tensor over a value, with a copy of a quantizer."""
+        """Return a tensor over a value, with a copy of a quantizer; its strides are those of the row layout."""
+        row = value.row
         if device is None:
-            data = value.row if value.row is not None else value.col
+            data = row if row is not None else value.col
             device = None if data is None else data.device
+        if stride is None and row is not None and not row.is_contiguous():
+            stride = row.stride()
         made = QuantizedTensor.__new__(cls, shape, dtype, device=device, stride=stride)
         made._value = value
         made._quantizer = None if quantizer is None else quantizer.copy()
@@ -445,9 +448,22 @@ class Float8TensorBase(TensorOverStorage):
         dtype = tensor.dtype if dtype is None else dtype
         shape = cls._shape_of_fields(tensor, fields) if shape is None else shape
         options = {"requires_grad": requires_grad, "device": tensor.device}
-        return cls(
+        made = cls(
             shape, dtype, **tensor.get_metadata() | fields | {"fake_dtype": dtype}, **options
         )
+        made._share_writes(tensor)
+        return made
+
+    def _share_writes(self, tensor: Any) -> None:
+        """Let a write of this tensor be one of another tensor, too, if it has the other one's bytes."""
+        value, other = self._value, tensor._value
+        if value.row is None or value.row is not other.row:
+            return
+        value.note_same_bytes(other)
+        if value.col is not other.col:
+            value.col = value.col  # a column layout of its own
+        if "_is_part" in tensor.__dict__:
+            self._is_part = tensor._is_part
 
     @classmethod
     def _shape_of_fields(cls, tensor: Any, fields: dict[str, Any]) -> Sequence[int]:
