@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import te_fast.pytorch as te
 from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
-from te_fast.errors import ArgumentError, ShapeError, StateError, UnsupportedError
+from te_fast.errors import ArgumentError, ShapeError, StateError, TeFastError, UnsupportedError
 from te_fast.optimizers import stored
 from te_fast.pytorch import optimizers
 from te_fast.pytorch.optimizers import (
@@ -115,6 +115,19 @@ def test_master_weights_are_fp32(dtype, grad_dtype, remainders):
         assert (master.double() - wanted).abs().max() < 2e-6
     optimizer.zero_grad()
     assert all(weight.decoupled_grad is None for weight in weights)
+
+
+def test_a_state_that_is_not_there_is_named():
+    weight = torch.nn.Parameter(torch.ones(4))
+    optimizer = FusedAdam([weight])
+    with pytest.raises(KeyError, match="initialize_state") as caught:
+        optimizer.get_unscaled_state(weight, "exp_avg")
+    assert isinstance(caught.value, TeFastError)
+    assert not optimizer.state
+    optimizer.set_scaled_state(weight, "exp_avg", torch.ones(4))
+    weight.grad = torch.ones(4)
+    with pytest.raises(TeFastError, match=r"no state 'exp_avg_sq', only \['exp_avg'\]"):
+        optimizer.step()
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from torch.amp.grad_scaler import OptState
 
 from te_fast.errors import (
     ArgumentError,
+    ArgumentKeyError,
     ListsError,
     StateDtypeError,
     StateError,
@@ -331,8 +332,20 @@ class FusedAdam(torch.optim.Optimizer):
         -------
         torch.Tensor
             This rank's part. A state in FP32 is returned itself, not a copy.
+
+        Raises
+        ------
+        ArgumentKeyError
+            If the parameter has no such state (yet).
         """
-        kept = _local(self.state[param][state_name])
+        states = self.state.get(param, {})
+        if state_name not in states:
+            message = (
+                f"FusedAdam: a parameter of shape {list(param.shape)} has no state {state_name!r}, only "
+                f"{list(states)}; initialize_state() makes all states, and set_scaled_state() one"
+            )
+            raise ArgumentKeyError(message)
+        kept = _local(states[state_name])
         is_bf16 = self.name_to_dtype_map[state_name] is torch.bfloat16
         if self._keeps_remainder(param, state_name) or (skip_unscale and is_bf16):
             return kept
