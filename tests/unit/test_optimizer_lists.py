@@ -105,6 +105,11 @@ def test_lists_that_do_not_fit():
         with pytest.raises(ShapeError, match=r"\[\[1, 2\]\] and \[\[2, 2\]\]"):
             multi_tensor_scale(0, flag(), [[torch.ones(1, 2)], [torch.ones(2, 2)]], factor)
         multi_tensor_scale(0, flag(), [[], []], factor)
+        target = torch.zeros(2, dtype=torch.int)
+        for lists in ([[torch.full((2,), 1.7)], [target]], [[target], [torch.ones(2)]]):
+            with pytest.raises(RuntimeError, match=r"must be FP32.*got torch\.int32"):
+                multi_tensor_scale(0, flag(), lists, factor)
+        assert target.tolist() == [0, 0]
     norm, norms = multi_tensor_l2norm(0, flag(), [[]], True)
     assert norm.tolist() == [0.0]
     assert norms.tolist() == []

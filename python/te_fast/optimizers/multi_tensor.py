@@ -17,6 +17,8 @@ from te_fast.runtime.arguments import check_numbers, check_tensors
 
 Lists = Sequence[list[torch.Tensor]]
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+#: Types of copies: a copy to integers would cut numbers off.
+_COPIED = (*_FLOATS, torch.float64)
 
 
 def are_lists(tensor_lists: Any) -> bool:
@@ -251,6 +253,10 @@ def _check_pair(name: str, tensor_lists: Lists, **tensors: Any) -> None:
         got = len(tensor_lists) if are_lists(tensor_lists) else "no lists of tensors"
         message = f"{name}: expected two lists, from and to, got {got}"
         raise ListsError(message)
+    others = {tensor.dtype for tensors in tensor_lists for tensor in tensors}.difference(_COPIED)
+    if others:
+        message = f"{name}: tensors must be FP32, FP16, BF16 or FP64, got {others.pop()}"
+        raise ListsError(message)
     shapes = [[tensor.shape for tensor in tensors] for tensors in tensor_lists]
     if shapes[0] == shapes[1]:
         return
@@ -281,7 +287,7 @@ def multi_tensor_scale(
     Raises
     ------
     ListsError
-        If there are not two lists of tensors with the same shapes.
+        If there are not two lists of floating-point tensors with the same shapes.
 
     See Also
     --------
@@ -323,7 +329,7 @@ def multi_tensor_scale_tensor(
     Raises
     ------
     ListsError
-        If there are not two lists of tensors with the same shapes.
+        If there are not two lists of floating-point tensors with the same shapes.
 
     See Also
     --------
