@@ -147,6 +147,8 @@ def test_writes_in_place_keep_the_tensor():
     assert torch.equal(tensor.dequantize(), x)
     with pytest.raises(UnsupportedError, match="not changed in place"):
         tensor.t_()
+    with torch.inference_mode():
+        assert tensor.detach_() is tensor
     assert tensor.shape == (4, 8)
 
 

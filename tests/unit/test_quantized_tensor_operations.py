@@ -158,6 +158,37 @@ def test_views_of_flat_views(tensor, kind, x):
     assert torch.equal(one_row, expected.view(1, -1))
 
 
+def test_a_tensor_is_detached_in_place(kind):
+    tensor = quantizer(kind)(torch.randn(256, 256).bfloat16())
+    expected, before = tensor.dequantize(), parts(tensor)
+    if kind == "delayed":
+        tensor._quantizer.scale = torch.full((1,), 2.0**-12)  # bytes of this scale would be others
+    with torch.inference_mode():
+        assert tensor.detach_() is tensor
+    assert parts(tensor) == before
+    assert torch.equal(tensor.dequantize(), expected)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        torch.Tensor.t_,
+        lambda t: t.transpose_(0, 1),
+        lambda t: t.unsqueeze_(0),
+        lambda t: t.resize_(128, 512),
+    ],
+)
+def test_shapes_are_not_changed_in_place(kind, change):
+    tensor = quantizer(kind)(torch.randn(256, 256).bfloat16())
+    expected = tensor.dequantize()
+    with pytest.raises(NotImplementedError, match="not changed in place") as raised:
+        change(tensor.detach())
+    assert isinstance(raised.value, UnsupportedError)
+    assert torch.equal(tensor.dequantize(), expected)
+    tensor.set_(torch.ones(256, 256).bfloat16())
+    assert tensor.dequantize().unique().tolist() == [1.0]
+
+
 def test_flat_views_of_different_rows_exchange_values(kind):
     x, y = torch.randn(256, 130).bfloat16(), torch.randn(130, 256).bfloat16()
     target, source = quantizer(kind)(x), quantizer(kind)(y)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from te_fast.errors import ArgumentError, DtypeError, QuantizedTensorError, UnsupportedError
+from te_fast.errors import ArgumentError, DtypeError, QuantizedTensorError
 from te_fast.recipe import CustomRecipe, Recipe
-from te_fast.tensor.operations import shares_versions, writes_of
+from te_fast.tensor.operations import seen_otherwise, shares_versions, writes_of
 from te_fast.tensor.quantizer import (
     ComparedBySettings,
     Quantizer,
@@ -285,8 +285,7 @@ class IdentityTensor(TensorOverStorage, IdentityTensorStorage):
         """Run an operation on the values."""
         kwargs = kwargs or {}
         if torch.Tag.inplace_view in func.tags:
-            message = f"{func}: the shape of an IdentityTensor is not changed in place; use the function without _"
-            raise UnsupportedError(message)
+            return seen_otherwise(func, args[0])
         given: Any = args[0] if args else None
         if func in (aten.detach.default, aten.alias.default) and given._hp_data is None:
             return given._emptied()

@@ -84,7 +84,7 @@ def in_high_precision(
     Raises
     ------
     UnsupportedError
-        If the operator is a collective, or te_fast's and takes no quantised tensors.
+        If the operator is a collective, te_fast's and takes no quantised tensors, or changes a shape in place.
     """
     if func in passthrough_ops:
         return torch.Tensor.__torch_dispatch__(func, types, args, kwargs)
@@ -100,6 +100,8 @@ def in_high_precision(
         )
         raise UnsupportedError(message)
     if func._schema.is_mutable:
+        if torch.Tag.inplace_view in func.tags and func.overloadpacket is not aten.set_:
+            return seen_otherwise(func, args[0])
         write = _write_in_place if is_native else _write_in_place_generally
         return write(func, args, kwargs)
     result = func(
@@ -109,6 +111,25 @@ def in_high_precision(
         return result
     with torch.inference_mode(mode=False):
         return tree_map_only(torch.Tensor, torch.clone, result)
+
+
+def seen_otherwise(func: Any, tensor: Any) -> Any:
+    """Return a tensor that an operator detaches in place; refuse operators that change its shape or strides in place.
+
+    Other tensors may share the bytes, and would be written if the bytes changed places.
+
+    Raises
+    ------
+    UnsupportedError
+        If the operator is not ``detach_``.
+    """
+    if func == aten.detach_.default:
+        return tensor
+    message = (
+        f"{func}: the shape of a quantised tensor ({type(tensor).__name__}) is not changed in place; use the function "
+        "without _"
+    )
+    raise UnsupportedError(message)
 
 
 def _plain(arg: Any) -> Any:
@@ -161,7 +182,7 @@ def _write_in_place(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return _write_in_place_generally(func, args, kwargs)
     plain_args, tensors, sources = taken
     result = writes.call(*plain_args, **kwargs)
-    # An operation may have transposed the tensor that it wrote.
+    # A tensor that set_ has exchanged may have any strides.
     requantize(tensors, [source.contiguous() for source in sources])
     if not writes.returns_first:
         return result
