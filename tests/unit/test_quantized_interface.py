@@ -276,6 +276,10 @@ def test_a_quantizer_without_bytes_has_no_metadata():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_no_tensor_is_not_quantised(kind):
+    sparse = torch.eye(16).to_sparse()
+    for write in (quantizer(kind), quantizer(kind)(sample()).quantize_):
+        with pytest.raises(DtypeError, match=r"got torch\.sparse_coo; give its to_dense"):
+            write(sparse)
     with pytest.raises(DtypeError, match=r"expected a torch.Tensor, got list"):
         quantizer(kind)([1.0])
 

@@ -524,12 +524,15 @@ def plain_values(tensor: Any) -> torch.Tensor:
     Raises
     ------
     DtypeError
-        If `tensor` is not a tensor.
+        If `tensor` is not a dense tensor.
     """
     if isinstance(tensor, QuantizedTensorStorage):
         tensor = tensor.dequantize()
     if not isinstance(tensor, torch.Tensor):
         message = f"quantize: expected a torch.Tensor, got {type(tensor).__name__}"
+        raise DtypeError(message)
+    if tensor.layout is not torch.strided:
+        message = f"quantize: expected a dense tensor, got {tensor.layout}; give its to_dense()"
         raise DtypeError(message)
     return tensor.detach()
 
