@@ -223,6 +223,25 @@ def test_a_strided_part_keeps_its_strides(tensor, kind, x):
         assert torch.equal(same.flatten().dequantize(), expected.flatten())
 
 
+@pytest.mark.parametrize("kind", PER_TENSOR)
+def test_a_part_is_not_quantised_anew(tensor, kind, x):
+    part, expected = tensor[:16], tensor.dequantize()
+    for write in (
+        part.quantize_,
+        part.to_dtype(torch.float32).quantize_,
+        lambda values: part._quantizer.update_quantized(values, part),
+    ):
+        with pytest.raises(QuantizedTensorError, match="part of a tensor"):
+            write(9 * x[:16])
+    weight = torch.nn.Parameter(part)
+    weight.grad = torch.ones_like(x[:16])
+    optimizer = te.optimizers.FusedAdam([weight], master_weights=True)
+    with pytest.raises(QuantizedTensorError, match="part of a tensor"):
+        optimizer.step()
+    assert not optimizer.state
+    holds(tensor, expected, tensor)
+
+
 def test_a_tensor_like_a_part_is_a_part(kind):
     x = torch.randn(256, 128).bfloat16()
     tensor = quantizer(kind)(x)

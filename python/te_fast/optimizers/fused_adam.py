@@ -25,6 +25,7 @@ from te_fast.optimizers.shards import local_part as _local
 from te_fast.optimizers.shards import sharded_like, shared_as
 from te_fast.optimizers.zeroing import forgets, warn_of_set_grad_none
 from te_fast.tensor.primary import is_quantized, note_master
+from te_fast.tensor.quantizer import check_whole
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _MASTER = "master_param"
@@ -520,6 +521,8 @@ class FusedAdam(torch.optim.Optimizer):
         ------
         StateError
             For quantised parameters without master weights.
+        QuantizedTensorError
+            For a parameter that is a part of a quantised tensor with one scale.
         ListsError
             For a gradient that has not as many elements as its parameter.
         UnsupportedError
@@ -566,6 +569,8 @@ class FusedAdam(torch.optim.Optimizer):
         if quantized and self.capturable:
             message = "FusedAdam: quantised parameters are not supported with capturable=True"
             raise UnsupportedError(message)
+        if quantized:
+            check_whole(local)
         if local.dtype not in _WEIGHTS:
             message = (
                 f"FusedAdam: parameters must be FP32, FP16, BF16 or quantised, got {local.dtype}"

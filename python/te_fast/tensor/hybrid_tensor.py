@@ -12,7 +12,6 @@ from te_fast.errors import ArgumentError, DtypeError, QuantizedTensorError, Unsu
 from te_fast.recipe import CustomRecipe, Recipe
 from te_fast.recipe.roles import QuantizerRequest
 from te_fast.tensor.operations import (
-    check_whole,
     expanded,
     in_high_precision,
     moved,
@@ -21,6 +20,7 @@ from te_fast.tensor.operations import (
 from te_fast.tensor.quantizer import (
     ComparedBySettings,
     Quantizer,
+    check_whole,
     count_write,
     device_of,
     plain_values,

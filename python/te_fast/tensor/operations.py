@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 from te_fast.errors import QuantizedTensorError, UnsupportedError
 from te_fast.runtime import native
 from te_fast.runtime.layouts import BLOCK, columnwise_shape
-from te_fast.tensor.quantizer import note_write, requantize, update_many
+from te_fast.tensor.quantizer import check_whole, note_write, requantize, update_many
 from te_fast.tensor.storage import QuantizedTensorStorage, copy_values, has_native_value
 from te_fast.tensor.traced import OF_PROGRAMS, taken_apart
 
@@ -221,22 +221,6 @@ def _to_quantize(given: Any, plain: Any) -> Iterator[tuple[Any, torch.Tensor]]:
     elif isinstance(given, QuantizedTensorStorage):
         check_whole(given)
         yield given, plain
-
-
-def check_whole(tensor: Any) -> None:
-    """Refuse new scales for a part of a tensor, since the other parts share its scale.
-
-    Raises
-    ------
-    QuantizedTensorError
-        If `tensor` is a part.
-    """
-    if tensor.__dict__.get("_is_part", False):
-        message = (
-            f"{type(tensor).__name__}: a part of a tensor cannot be written, since all of it has one scale; write the "
-            "whole, or dequantize(), write, and quantize_() the whole"
-        )
-        raise QuantizedTensorError(message)
 
 
 def is_written_alone(part: Any, source: Any) -> bool:

@@ -366,7 +366,7 @@ class Float8QuantizerBase(Quantizer):
         Raises
         ------
         QuantizedTensorError
-            If `dst` is of another class.
+            If `dst` is of another class, or a part of a tensor with one scale.
         ShapeError, DtypeError
             If `src` does not fit.
         """
@@ -396,6 +396,7 @@ class Float8QuantizerBase(Quantizer):
                 f"{type(self).__name__} can only update {expected} of its own scaling, got {got}"
             )
             raise QuantizedTensorError(message)
+        check_whole(dst)
 
     def make_empty(
         self,
@@ -431,6 +432,22 @@ class Float8QuantizerBase(Quantizer):
             setattr(made, name, inner)
         value.col_is_valid = True
         return made.requires_grad_() if requires_grad and not self.internal else made
+
+
+def check_whole(tensor: Any) -> None:
+    """Refuse new scales for a part of a tensor, since the other parts share its scale.
+
+    Raises
+    ------
+    QuantizedTensorError
+        If `tensor` is a part.
+    """
+    if tensor.__dict__.get("_is_part", False):
+        message = (
+            f"{type(tensor).__name__}: a part of a tensor cannot be written, since all of it has one scale; write the "
+            "whole, or dequantize(), write, and quantize_() the whole"
+        )
+        raise QuantizedTensorError(message)
 
 
 def check_quantizer(quantizer: Any, owner: str) -> None:

@@ -432,7 +432,10 @@ class Float8TensorBase(TensorOverStorage):
 
     def to_dtype(self, dtype: torch.dtype) -> Any:
         """Return a tensor of another nominal type over the same bytes."""
-        return self._of_value(self._value.share(), self.shape, dtype, self._quantizer)
+        made = self._of_value(self._value.share(), self.shape, dtype, self._quantizer)
+        if "_is_part" in self.__dict__:
+            made._is_part = self._is_part
+        return made
 
     @classmethod
     def make_like(
