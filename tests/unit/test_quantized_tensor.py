@@ -353,6 +353,21 @@ def test_deep_copies_share_nothing(kind):
     check_layouts(copied, x * 2, kind)
 
 
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_a_checkpoint_in_the_background_has_the_values_of_its_call(kind, tmp_path):
+    """Torch copies the attributes of tensors one by one before it writes them."""
+    import torch.distributed.checkpoint as dcp
+
+    tensor = quantizer(kind)(sample())
+    kept = tensor.dequantize()
+    saved = dcp.async_save({"weight": tensor}, checkpoint_id=tmp_path)
+    tensor.quantize_(sample())
+    saved.result()
+    dcp.load({"weight": tensor}, checkpoint_id=tmp_path)
+    assert torch.equal(tensor.dequantize(), kept)
+
+
 @pytest.mark.parametrize("weights_only", [True, False])
 def test_saved_tensors_are_loaded_without_code_of_theirs(kind, weights_only):
     x = sample()

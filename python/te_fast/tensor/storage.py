@@ -7,6 +7,7 @@ write it.
 
 from __future__ import annotations
 
+import copyreg
 import warnings
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
@@ -379,6 +380,28 @@ def copy_values(own: native.QuantizedValue, other: native.QuantizedValue) -> Non
         own.row_scale.detach().copy_(other.row_scale.detach().view(own.row_scale.shape))
     own.note_write()
     own.col_is_valid = has_col and was[1]
+
+
+def _value_of_fields(
+    fields: tuple[Any, ...], col_is_valid: bool, keeps_col: bool
+) -> native.QuantizedValue:
+    made = native.QuantizedValue(*fields)
+    made.col_is_valid, made.keeps_col = col_is_valid, keeps_col
+    return made
+
+
+def _reduced_value(value: native.QuantizedValue) -> tuple[Any, ...]:
+    """Return how a copy of a value is made, whose tensors are copied first.
+
+    torch copies the attributes of a tensor one by one when it saves a checkpoint in the background.
+    """
+    col_scale = value.col_scale if value.block else None
+    layouts = value.row, value.row_scale, value.col, col_scale
+    fields = value.block, value.fp8, *layouts, value.groups
+    return _value_of_fields, (fields, value.col_is_valid, value.keeps_col)
+
+
+copyreg.pickle(native.QuantizedValue, _reduced_value)
 
 
 def prepare_for_saving(*tensors: Any) -> tuple[Tensors, list[Any]]:
