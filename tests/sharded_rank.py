@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import te_fast.pytorch as te
+from checkpoint_rank import folder
 from every_layer import LAYERS
 from ranks import Scenes
 from recipes import RECIPES
@@ -211,6 +212,67 @@ def quantised_weights_that_ranks_share():
         for got, expected in zip(*ys, strict=True):
             error = (got - expected).norm() / expected.norm()
             assert error < 5e-2, (recipe, kind, mode, error)
+
+
+def fp8_layer(recipe, width, size):
+    """A model with one FP8 weight, of values of a size."""
+    with te.quantized_model_init(enabled=True, recipe=RECIPES[recipe]()):
+        layer = te.Linear(
+            width, width, device="cpu", bias=False, init_method=lambda w: w.normal_(std=size)
+        )
+    return torch.nn.Sequential(layer)
+
+
+def loads(model, at):
+    """Load a distributed checkpoint."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import state_dict as states
+
+    state = states.get_model_state_dict(model)
+    dcp.load(state, checkpoint_id=at)
+    states.set_model_state_dict(model, state)
+
+
+@scene
+def checkpoints_of_other_meshes():
+    """FP8 weights that four ranks have saved are loaded by pairs, and the other way, with bytes and scales."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import state_dict as states
+
+    pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    meshes = init_device_mesh("cpu", (4,)), pairs
+    x = torch.randn(ROWS, 512, generator=torch.Generator().manual_seed(2))
+    for name, (first, second) in product(RECIPES, (meshes, meshes[::-1])):
+        torch.default_generator.manual_seed(0)
+        saved = shard(fp8_layer(name, 512, 0.1), mesh=first)
+        for size in (0.01, 1.0):
+            loaded = shard(fp8_layer(name, 512, size), mesh=second)
+            with folder() as at:
+                dcp.save(states.get_model_state_dict(saved), checkpoint_id=at)
+                loads(loaded, at)
+            with torch.no_grad(), region(name):
+                assert torch.equal(loaded(x), saved(x)), (name, size)
+
+
+@scene
+def shards_of_uneven_rows():
+    """The last rank has fewer rows of an FP8 weight. It writes and loads them as the others do."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import state_dict as states
+
+    for name in ("current", "delayed"):
+        torch.default_generator.manual_seed(0)
+        plain = fp8_layer(name, 80, 0.1)
+        model, loaded = shard(copy.deepcopy(plain)), shard(fp8_layer(name, 80, 1.0))
+        with torch.no_grad():
+            plain[0].weight.mul_(2)
+            model[0].weight.mul_(2)
+        expected = plain[0].weight.dequantize().chunk(3)[dist.get_rank()]
+        assert torch.equal(model[0].weight.to_local().dequantize(), expected), name
+        with folder() as at:
+            dcp.save(states.get_model_state_dict(model), checkpoint_id=at)
+            loads(loaded, at)
+        assert torch.equal(loaded[0].weight.to_local().dequantize(), expected), name
 
 
 def uneven(weight):

@@ -17,8 +17,9 @@ pytestmark = [
         reason="needs gloo, and an FSDP2 that runs without a GPU (2.6's does not)",
     ),
 ]
-OF_FOUR = ("meshes",)
-OF_TWO = tuple(name for name in scenes.functions if name not in OF_FOUR)
+OF_FOUR = ("meshes", "checkpoints_of_other_meshes")
+OF_THREE = ("shards_of_uneven_rows",)
+OF_TWO = tuple(name for name in scenes.functions if name not in OF_THREE + OF_FOUR)
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +40,11 @@ def test_two_ranks(of_two, scene):
 def test_checkpoints_of_other_numbers_of_ranks(fresh, tmp_path):
     names = tuple(checkpoint_scenes.functions)
     assert run(fresh, tmp_path, "checkpoint_rank", 2, names) == [dict.fromkeys(names, "")] * 2
+
+
+def test_three_ranks(fresh, tmp_path):
+    expected = [dict.fromkeys(OF_THREE, "")] * 3
+    assert run(fresh, tmp_path, "sharded_rank", 3, OF_THREE) == expected
 
 
 @pytest.mark.parametrize("scene", OF_FOUR)

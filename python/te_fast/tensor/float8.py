@@ -13,6 +13,7 @@ from te_fast.recipe import DelayedScaling, Float8CurrentScaling, Recipe
 from te_fast.runtime import native
 from te_fast.runtime.layouts import columnwise_shape, make_columnwise
 from te_fast.tensor.dtypes import DType, fp8_name
+from te_fast.tensor.operations import pass_on
 from te_fast.tensor.quantizer import (
     Cast,
     ComparedBySettings,
@@ -274,8 +275,7 @@ class Float8Tensor(Float8TensorStorage, Float8TensorBase):
     def _viewed(self, size: Sequence[int]) -> Any:
         size = whole_size(self.shape, size)
         made = self._like(viewed(self._value, size), size, device=self.device)
-        if self.__dict__.get("_is_part", False):
-            made._is_part = True
+        pass_on(self, made)
         return made
 
     def _remake_columnwise(self) -> None:

@@ -275,14 +275,20 @@ def _handles(*operators: Any) -> Callable[[Handler], Handler]:
 @_handles(aten.detach.default, aten.alias.default)
 def _detach(tensor: Any) -> Any:
     made = tensor._like(tensor._value.share(), tensor.shape, device=tensor.device)
-    if "_is_part" in tensor.__dict__:
-        made._is_part = tensor._is_part
+    pass_on(tensor, made)
     return made
 
 
 @_handles(aten.view.default, aten._unsafe_view.default)
 def _view(tensor: Any, size: Sequence[int]) -> Any:
     return tensor._viewed(size)
+
+
+def pass_on(tensor: Any, view: Any) -> None:
+    """Let a view know what its tensor is a part of."""
+    for name in ("_is_part", "_loaded"):
+        if name in tensor.__dict__:
+            setattr(view, name, tensor.__dict__[name])
 
 
 def _row_view(tensor: Any, func: Any, *args: Any) -> Any:
@@ -306,8 +312,9 @@ def _of_row(tensor: Any, row: torch.Tensor) -> Any:
     if not is_whole:
         _set_part(value, row, tensor._value)
     made = tensor._like(value, row.shape, device=tensor.device, stride=row.stride())
-    if not is_whole or tensor.__dict__.get("_is_part", False):
-        made._is_part = row.numel() != tensor.numel() or tensor.__dict__.get("_is_part", False)
+    pass_on(tensor, made)
+    if row.numel() != tensor.numel():
+        made._is_part = True
     return made
 
 
@@ -503,6 +510,23 @@ def _takes_scale(target: Any, source: Any) -> bool:
     return bool(((own == other) | (own == 0)).all())
 
 
+def _take_scale(part: Any, source: Any) -> None:
+    """Let the whole of a part that is loaded have the scale of the bytes that the part takes.
+
+    Raises
+    ------
+    QuantizedTensorError
+        If no checkpoint is loaded, whose parts all come, and with one scale.
+    """
+    whole = part.__dict__.get("_loaded")
+    if whole is None:
+        check_whole(part)
+        return
+    scale = source._value.row_scale.to(part.device).reciprocal()
+    rule = False, 0.0, False
+    whole.quantize(whole.dequantize(torch.float32), (True, False), rule, scale, None, None)
+
+
 @_handles(aten.copy_.default)
 def _copy(target: Any, source: Any, non_blocking: bool = False) -> Any:
     if not has_native_value(target):
@@ -510,7 +534,7 @@ def _copy(target: Any, source: Any, non_blocking: bool = False) -> Any:
         return target.copy_(source._plain_values(dtype or torch.float32), non_blocking)
     if _takes_bytes(target, source):
         if not _takes_scale(target, source):
-            check_whole(target)
+            _take_scale(target, source)
         copy_values(target._value, source._value)
         target._remake_columnwise()
         note_write(target)

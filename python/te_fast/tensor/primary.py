@@ -23,7 +23,7 @@ from te_fast.tensor.tensor import Float8TensorBase
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 #: A tensor's own attributes, as opposed to those that other libraries set.
-_OWN = ("_value", "_quantizer", "_is_part")
+_OWN = ("_value", "_quantizer", "_is_part", "_loaded")
 #: Values in high precision of the weights of optimizers that were loaded, by the weights' quantizers.
 _masters: WeakKeyDictionary[Float8Quantizer, weakref.ref[torch.Tensor]] = WeakKeyDictionary()
 
@@ -47,6 +47,7 @@ def settle_shard(parameter: Any) -> bool:
     part = getattr(parameter, "_local_tensor", None)
     if not isinstance(part, (Float8TensorBase, HybridQuantizedTensor)):
         return False
+    part.__dict__.pop("_is_part", None)  # the rest of a shorter shard's memory is padding
     group = _group_of_shards(parameter)
     if group is not None:
         measure_together(part, group)

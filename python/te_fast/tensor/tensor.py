@@ -378,7 +378,7 @@ class Float8TensorBase(TensorOverStorage):
     """Base class of tensors over a native value."""
 
     _storage_class: type[QuantizedTensorStorage]
-    _HELD = ("_value", "_is_part")
+    _HELD = ("_value", "_is_part", "_loaded")
 
     @classmethod
     def _of_value(
@@ -532,6 +532,12 @@ class Float8TensorBase(TensorOverStorage):
     # Compilers -----------------------------------------------------------------------------------
 
     _INNER_TENSORS: tuple[str, ...] = ()
+
+    def __get_tensor_shard__(self, index: Any) -> Any:
+        """Return the tensor for a distributed checkpoint, which writes its parts one by one, each with its scale."""
+        made = self.detach()
+        made._loaded = self._value
+        return made
 
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
         """Return the names of the inner tensors, and the tensor's other properties."""
