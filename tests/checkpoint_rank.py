@@ -225,6 +225,44 @@ def weights_in_fp8():
 
 
 @scene
+def weights_that_fsdp2_shards():
+    """Without tensor parallelism one rank reads what FSDP2's ranks write, in FP8 or not, and they read its own."""
+    from torch.distributed.fsdp import fully_shard
+
+    def model(recipe, seed, activation="gelu"):
+        torch.default_generator.manual_seed(seed)
+        options = {"device": "cpu", "params_dtype": torch.bfloat16}
+        with te.quantized_model_init(enabled=recipe is not None, recipe=recipe):
+            return te.LayerNormMLP(HIDDEN, FFN, activation=activation, **options)
+
+    def values(parameter):
+        local = getattr(parameter, "_local_tensor", parameter)
+        plain = local.dequantize() if isinstance(local, te.QuantizedTensor) else local.detach()
+        if local is parameter:
+            return plain
+        return torch.distributed.tensor.DTensor.from_local(
+            plain, parameter.device_mesh, parameter.placements
+        ).full_tensor()
+
+    for recipe in (None, RECIPES["current"](), RECIPES["delayed"]()):
+        with torch.no_grad(), folder() as first, folder() as second:
+            sharded, whole = fully_shard(model(recipe, 1)), model(None, 2)
+            save(sharded, first)
+            load(whole, first, scaling_states=False)
+            for one, other in zip(sharded.parameters(), whole.parameters(), strict=True):
+                assert torch.equal(values(one), other), recipe
+            other = model(None, 3)
+            save(other, second)
+            load(sharded, second, scaling_states=False)
+            for one, wanted in zip(sharded.parameters(), other.parameters(), strict=True):
+                error = (values(one) - wanted).norm() / wanted.norm().clamp(min=1e-6)
+                assert error <= (0.05 if recipe else 0.0), (recipe, float(error))
+    gated = fully_shard(model(None, 1, "swiglu"))
+    with pytest.raises(NotImplementedError, match="fc1_weight is of two matrices and sharded by"):
+        te_fast.sharded_state_dict(gated)
+
+
+@scene
 def experts():
     """Experts are numbered across all ranks, in separate parameters and in a stacked one."""
     for stacked in (False, True):

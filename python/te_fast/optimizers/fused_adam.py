@@ -21,9 +21,9 @@ from te_fast.errors import (
 from te_fast.optimizers import stored
 from te_fast.optimizers.layouts import laid_out_as, without_gaps
 from te_fast.optimizers.options import check_betas, check_not_negative
-from te_fast.optimizers.shards import local_part as _local
-from te_fast.optimizers.shards import sharded_like, shared_as
 from te_fast.optimizers.zeroing import forgets, warn_of_set_grad_none
+from te_fast.tensor.dtensors import local_part as _local
+from te_fast.tensor.dtensors import sharded_like, shared_as
 from te_fast.tensor.primary import is_quantized, note_master
 from te_fast.tensor.quantizer import check_whole
 

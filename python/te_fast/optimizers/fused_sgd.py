@@ -12,8 +12,8 @@ from torch.optim.sgd import sgd
 from te_fast.errors import ArgumentError, UnsupportedError
 from te_fast.optimizers.layouts import has_gaps, laid_out_as
 from te_fast.optimizers.options import check_not_negative
-from te_fast.optimizers.shards import local_part, sharded_like, shared_as
 from te_fast.optimizers.zeroing import forgets, warn_of_set_grad_none
+from te_fast.tensor.dtensors import local_part, sharded_like, shared_as
 
 
 class FusedSGD(torch.optim.SGD):

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from te_fast.errors import ListsError
-from te_fast.optimizers.shards import local_part
 from te_fast.runtime.arguments import check_numbers, check_tensors
+from te_fast.tensor.dtensors import local_part
 
 Lists = Sequence[list[torch.Tensor]]
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)

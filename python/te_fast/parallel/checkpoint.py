@@ -15,6 +15,7 @@ import torch
 
 from te_fast.errors import DtypeError, StateError, UnsupportedError
 from te_fast.runtime.collectives import get_distributed_world_size
+from te_fast.tensor.dtensors import sharded_like
 from te_fast.tensor.tensor import Float8TensorBase
 
 #: The end of the keys of delayed scaling's states.
@@ -77,7 +78,18 @@ def _each(model: torch.nn.Module) -> Iterator[tuple[str, str, Share | None, Any]
         if names_of is not None:
             renamed |= {begin + name: begin + other for name, other in names_of().items()}
     for name, value in model.state_dict().items():
-        yield name, renamed.get(name, name), shares.get(name), value
+        share = shares.get(name)
+        if share is not None and share.ranks == 1 and share.parts == 1:
+            share = None  # one rank, or the ranks of FSDP2, have the whole
+        yield name, renamed.get(name, name), share, value
+
+
+def _in_high_precision(value: Any) -> Any:
+    """Return a quantised tensor, or one that FSDP2 has sharded, in high precision, and all other values as they are."""
+    local = getattr(value, "_local_tensor", value)
+    if not isinstance(local, Float8TensorBase):
+        return value
+    return sharded_like(value, local.dequantize())
 
 
 def _shared(name: str, value: torch.Tensor, share: Share) -> torch.Tensor:
@@ -85,10 +97,15 @@ def _shared(name: str, value: torch.Tensor, share: Share) -> torch.Tensor:
     from torch.distributed.tensor import DTensor, Shard
 
     if isinstance(value, DTensor):
+        what = "is a share of tensor parallelism" if share.ranks > 1 else "is of two matrices"
         message = (
-            f"sharded_state_dict: {name} is a share of tensor parallelism and sharded by FSDP2, too, which is not "
-            "supported yet; gather it first (fully_shard's unshard)"
+            f"sharded_state_dict: {name} {what} and sharded by FSDP2, too, which is not supported yet; gather it first "
+            "(fully_shard's unshard)"
         )
+        if share.ranks == 1:
+            message += (
+                ", or save a model without tensor parallelism by get_model_state_dict of torch"
+            )
         raise UnsupportedError(message)
     if share.is_summed:
         return _sum(value, share)
@@ -103,8 +120,6 @@ def _shared(name: str, value: torch.Tensor, share: Share) -> torch.Tensor:
 
 
 def _sum(value: torch.Tensor, share: Share) -> torch.Tensor:
-    if share.ranks == 1:
-        return value
     whole = value.detach().to(torch.float32, copy=True)
     torch.distributed.all_reduce(whole, group=share.group)
     return whole.to(value.dtype)
@@ -135,7 +150,7 @@ def sharded_state_dict(model: torch.nn.Module, *, scaling_states: bool = True) -
     Raises
     ------
     UnsupportedError
-        If a parameter is also sharded in another way.
+        If a share, or a parameter of two matrices, is also sharded by FSDP2.
     DtypeError
         If the model is no module.
 
@@ -156,8 +171,7 @@ def sharded_state_dict(model: torch.nn.Module, *, scaling_states: bool = True) -
     for name, key, share, value in _each(model):
         if not scaling_states and key.endswith(_EXTRA_STATE):
             continue
-        if isinstance(value, Float8TensorBase):
-            value = value.dequantize()
+        value = _in_high_precision(value)
         state[key] = value if share is None else _shared(name, value, share)
     return state
 
