@@ -407,6 +407,26 @@ def copies_of_models():
 
 
 @scene
+def maxima_of_a_part_of_the_ranks():
+    """Copies of FP8 tensors are measured by their own ranks: a stage of a pipeline steps while another one does not."""
+    rank = dist.get_rank()
+    group = [dist.new_group([each]) for each in range(dist.get_world_size())][rank]
+    quantizer = te.Float8CurrentScalingQuantizer(
+        te.DType.kFloat8E4M3, "cpu", with_amax_reduction=True, amax_reduction_group=group
+    )
+    tensor = quantizer(batch(0, rank))
+    tensors = tensor, tensor.detach(), tensor.clone(), copy.deepcopy(tensor)
+    quantizers = quantizer.copy(), copy.copy(quantizer), copy.deepcopy(quantizer)
+    for one in (*quantizers, *(each._quantizer for each in tensors)):
+        assert one.amax_reduction_group is group
+    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("stage", "data"))
+    if rank == 0:
+        model = shard(fp8_layer("current", COLS, 0.1), mesh=mesh["data"])
+        with torch.no_grad():
+            model[0].weight.mul_(3)
+
+
+@scene
 def optimizers_of_shards():
     """Optimizers step shards, of no rows, too, as torch's step whole parameters."""
     kinds = {

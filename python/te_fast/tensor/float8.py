@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -587,3 +588,18 @@ class Float8CurrentScalingQuantizer(ComparedBySettings, _PerTensorQuantizer):
     def __getstate__(self) -> dict[str, Any]:
         """Leave the process group out, which cannot be pickled."""
         return self.__dict__ | {"amax_reduction_group": None}
+
+    # Copies of a tensor have copies of its quantizer, and their ranks are the same.
+
+    def __copy__(self) -> Any:
+        """Return another quantizer with the same settings and process group."""
+        made = object.__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return a deep copy with the same process group, which cannot be copied."""
+        memo[id(self.amax_reduction_group)] = self.amax_reduction_group
+        made = memo[id(self)] = object.__new__(type(self))
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return made
