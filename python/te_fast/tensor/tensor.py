@@ -535,7 +535,7 @@ class Float8TensorBase(TensorOverStorage):
 
     def __get_tensor_shard__(self, index: Any) -> Any:
         """Return the tensor for a distributed checkpoint, which writes its parts one by one, each with its scale."""
-        made = self.detach()
+        made: Any = self.detach()
         made._loaded = self._value
         return made
 
