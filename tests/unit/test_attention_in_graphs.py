@@ -1,8 +1,11 @@
 """Attention in compiled code: operators that call torch's kernels, with the numbers of plain products in FP64."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch._C._dynamo.guards import assert_size_stride
+from torch._subclasses import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import te_fast.pytorch as te
@@ -149,6 +152,86 @@ def test_a_trace_keeps_what_the_user_has_chosen():
         assert not is_chosen((HEADS, HEADS, CHANNELS), torch.float32, CPU, True, True)
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@needs_compile
+@pytest.mark.parametrize("which", range(3))
+def test_channels_that_do_not_lie_side_by_side(which):
+    """torch's fused kernels read them side by side; torch's choice refuses other tensors."""
+    needs_kernel()
+    tensors = of_tokens()
+    tensors[which] = tensors[which].transpose(1, 3).contiguous().transpose(1, 3)
+    out, text = graph_of(core(), *tensors)
+    assert "te_fast.attend" not in text
+    heads = [t.transpose(1, 2) for t in tensors]
+    right, _ = expected(*heads, torch.zeros_like(heads[0]), is_causal=True)
+    assert (out.double() - right.transpose(1, 2).flatten(2)).norm() <= 1e-5 * right.norm()
+
+
+@needs_compile
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_under_autocast_attention_has_the_type_of_eager_code(dtype):
+    layer, tensors = core(), of_tokens()
+    with torch.autocast("cpu", dtype):
+        out, text = graph_of(layer, *tensors)
+        assert "te_fast.attend" not in text
+        assert out.dtype == dtype
+        assert torch.equal(out, layer(*tensors))
+
+
+@needs_compile
+def test_under_autocast_heads_of_its_type_are_the_operators():
+    needs_kernel(dtype=torch.bfloat16)
+    layer, tensors = core(), [t.bfloat16() for t in of_tokens()]
+    with torch.autocast("cpu", torch.bfloat16):
+        out, text = graph_of(layer, *tensors)
+        assert "te_fast.attend" in text
+        assert torch.equal(out, layer(*tensors))
+
+
+@needs_compile
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_tensors_without_memory(device):
+    layer = core()
+    with nullcontext() if device == "meta" else FakeTensorMode():
+        tensors = [torch.empty(2, 12, HEADS, CHANNELS, device=device) for _ in range(3)]
+        out, text = graph_of(layer, *tensors)
+    assert out.shape == (2, 12, HEADS * CHANNELS)
+    assert "te_fast.attend" not in text or device != "meta"
+
+
+def test_a_machine_without_a_gpu_may_trace_for_one(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    heads = (HEADS, HEADS, CHANNELS)
+    assert not is_chosen(heads, torch.bfloat16, torch.device("cuda"), True, True)
+
+
+def test_the_operators_take_arguments_by_name():
+    """Passes over graphs may write them so."""
+    tensors = [t.detach() for t in leaves()]
+    needs_kernel()
+    how = {"is_causal": True, "scale": SCALE}
+    made = attend(*tensors, **how, trains=True)
+    grads = in_graphs._differentiate(torch.ones_like(made[0]), *tensors, *made, **how)
+    same = in_graphs._differentiate(torch.ones_like(made[0]), *tensors, *made, True, SCALE)
+    assert torch.equal(made[0], attend(*tensors, True, SCALE, True)[0])
+    assert all(torch.equal(one, other) for one, other in zip(grads, same, strict=True))
+
+
+@needs_compile
+def test_gradients_by_transforms_of_functions():
+    layer, tensors = core(), of_tokens()
+
+    def loss(*tensors):
+        return layer(*tensors).square().sum()
+
+    def grads(*tensors):
+        return torch.func.grad(loss, argnums=(0, 1, 2))(*tensors)
+
+    torch.compiler.reset()
+    found = torch.compile(grads, fullgraph=True, backend="eager")(*tensors)
+    for one, other in zip(found, grads(*tensors), strict=True):
+        assert torch.equal(one, other)
 
 
 @needs_compile

@@ -83,6 +83,10 @@ def is_chosen(
     queries, groups, channels = heads
     if torch.are_deterministic_algorithms_enabled() or (device.type != "cpu" and channels % 8):
         return False  # torch pads channels
+    if torch._C._are_functorch_transforms_active():
+        return False  # the operator's gradient is a node of autograd, which they do not take
+    if device.type != "cpu" and not torch.cuda.is_available():
+        return False  # fake tensors of a GPU that is not there
     options: dict[str, Any] = {"dtype": dtype, "device": device, "requires_grad": trains}
     q, k, v = (torch.empty(2, n, _TOKENS, channels, **options) for n in (queries, groups, groups))
     how: dict[str, Any] = {"is_causal": is_causal, "enable_gqa": queries != groups}
@@ -107,12 +111,17 @@ def attend_in_graph(
     scale : float
         Factor of the products of queries and keys.
     """
-    if not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN):
+    if not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN) or q.is_meta:
         return None
     if q.shape[3] != v.shape[3] or (is_causal and q.shape[2] != k.shape[2]):
         return None
     if q.shape[2] == 1 or k.shape[2] == 1:
         return None  # cuDNN may refuse a single token
+    if not (q.stride(3) == 1 and k.stride(3) == 1 and v.stride(3) == 1):
+        return None  # the kernels read a head's channels side by side
+    kind = q.device.type
+    if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != q.dtype:
+        return None  # torch's operator casts
     trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     # Numbers of heads and channels are constants of a graph, also where sizes are dynamic.
     heads = int(q.shape[1]), int(k.shape[1]), int(q.shape[3])
@@ -367,15 +376,19 @@ register_gradient(attend, _setup, _backward)
 class _Attend(torch._ops.OpOverload[..., Pair]):
     """The forward operator, called past torch's dispatcher where nothing but compiled code sees the call."""
 
-    def __call__(self, *given: Any) -> Pair:
-        return _forward_run(*given) if _is_direct(*given[:3]) else super().__call__(*given)
+    def __call__(self, *given: Any, **named: Any) -> Pair:
+        if named or not _is_direct(*given[:3]):
+            return super().__call__(*given, **named)
+        return _forward_run(*given)
 
 
 class _Differentiate(torch._ops.OpOverload[..., Triple]):
     """The backward operator, likewise."""
 
-    def __call__(self, *given: Any) -> Triple:
-        return _backward_run(*given) if _is_direct(*given[:4]) else super().__call__(*given)
+    def __call__(self, *given: Any, **named: Any) -> Triple:
+        if named or not _is_direct(*given[:4]):
+            return super().__call__(*given, **named)
+        return _backward_run(*given)
 
 
 def _is_direct(*tensors: torch.Tensor) -> bool:
