@@ -315,6 +315,18 @@ def test_rows_that_gemms_lack_are_padded_in_the_operator():
         te_fast.auto_pad(False)
 
 
+@pytest.mark.parametrize("name", quickly(["LayerNormMLP", "Sequential"], "LayerNormMLP"))
+def test_transforms_of_functions_are_refused_by_name(name):
+    layer, x = LAYERS[name](), torch.randn(16, 32)
+
+    def loss(x):
+        return layer(x).square().sum()
+
+    for transformed, given in ((torch.func.grad(loss), x), (torch.func.vmap(layer), x[None])):
+        message = refusal_of(lambda x, f=transformed: f(x), given)
+        assert "torch.func transforms" in message or "UnsupportedError" in message
+
+
 def test_no_rows():
     layer = te.LayerNormLinear(32, 48, device="cpu")
     x = torch.randn(0, 32, requires_grad=True)

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from te_fast.errors import TeFastError
+from te_fast.errors import TeFastError, UnsupportedError
 from te_fast.graphs.refusal import Problem, problem_of
 from te_fast.runtime import native
 from te_fast.runtime.compiling import is_exporting, static
@@ -242,11 +242,20 @@ class Traced(torch.nn.Module):
         from te_fast.graphs.region import as_entered
 
         try:
+            self._refuse_functorch()
             with _disable_current_modes(), torch.no_grad(), as_entered(region):
                 self._describe(key, tensors, extras, how)
         except TeFastError as error:
             return problem_of(error)
         return None
+
+    def _refuse_functorch(self) -> None:
+        if torch._C._are_functorch_transforms_active():
+            message = (
+                f"{self.name}: torch.func transforms (vmap, grad, ...) do not work here; call torch.nn layers inside "
+                "of them"
+            )
+            raise UnsupportedError(message)
 
     def _describe(self, key: str, tensors: tuple[Described, ...], extras: int, how: How) -> None:
         samples = [
