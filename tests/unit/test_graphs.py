@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import re
 from itertools import product
 
@@ -987,15 +988,34 @@ def test_a_graph_of_a_layer_that_is_gone_says_so():
             graph(x)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        *LAYERS.values(),
-        lambda: te.MultiheadAttention(32, 2, device="cpu"),
-        lambda: te.MoE(32, 64, 4, topk=2, device="cpu"),
-        lambda: te.ops.Linear(32, 32, device="cpu"),
-    ],
-)
+COPIED = [
+    *LAYERS.values(),
+    lambda: te.MultiheadAttention(32, 2, device="cpu"),
+    lambda: te.TransformerLayer(32, 64, 2, device="cpu"),
+    lambda: te.MoE(32, 64, 4, topk=2, device="cpu"),
+    lambda: te.ops.Linear(32, 32, device="cpu"),
+    lambda: te.RMSNorm(32, device="cpu"),
+]
+
+
+@pytest.mark.parametrize("make", COPIED)
+def test_a_copy_of_a_module_that_was_compiled_in_place_has_its_own_parameters(make):
+    """As with torch's modules, such copies and pickles are not compiled; the compiled call is the original's."""
+    layer = make().eval()
+    layer.compile(backend="eager")
+    copied = copy.deepcopy(layer)
+    x = torch.randn(16, 1, 32)
+    layer(x)
+    for one in (copied, pickle.loads(pickle.dumps(layer))):
+        assert one._compiled_call_impl is None
+        with torch.no_grad():
+            for parameter in one.parameters():
+                parameter.zero_()
+        y = one(x)
+        assert not y.any() or torch.equal(y, x)  # the sum with a residual
+
+
+@pytest.mark.parametrize("make", COPIED)
 def test_a_copy_of_a_compiled_module_is_compiled(make):
     """Averages of models copy them, with blocks that are compiled one by one."""
     layer = torch.compile(make(), backend="eager")

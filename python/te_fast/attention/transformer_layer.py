@@ -351,7 +351,8 @@ class TransformerLayer(CompositeModule):
     def __getstate__(self) -> dict[str, Any]:
         """Leave native parts out; the copy makes its own."""
         made = ("_tail", "_block", "_known")
-        return {name: value for name, value in self.__dict__.items() if name not in made}
+        state = super().__getstate__()
+        return {name: value for name, value in state.items() if name not in made}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take a copied or pickled state, and make the native parts."""

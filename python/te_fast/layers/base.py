@@ -538,7 +538,8 @@ class TransformerEngineBaseModule(StatefulModule):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the native half out; the copy makes its own, with empty caches."""
-        return {name: value for name, value in self.__dict__.items() if name not in self._NATIVE}
+        state = super().__getstate__()
+        return {name: value for name, value in state.items() if name not in self._NATIVE}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Let deep copies share process groups."""

@@ -251,7 +251,8 @@ class FusibleOperation(torch.nn.Module, metaclass=abc.ABCMeta):
             "_direct_call",
             "_own_program",
         )
-        return {name: value for name, value in self.__dict__.items() if name not in dropped}
+        state = super().__getstate__()
+        return {name: value for name, value in state.items() if name not in dropped}
 
 
 class BasicOperation(FusibleOperation, RecipeStateModule, metaclass=abc.ABCMeta):

@@ -256,7 +256,7 @@ class Sequential(torch.nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Leave the groups out; the copy makes its own."""
         left_out = {"_module_groups": None, "_direct_program": None, "_direct_call": None}
-        return {**self.__dict__, **left_out}
+        return super().__getstate__() | left_out
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take a copied or pickled state."""
