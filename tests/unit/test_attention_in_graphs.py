@@ -5,6 +5,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch._C._dynamo.guards import assert_size_stride
+from torch._dynamo.decorators import mark_unbacked
+from torch._dynamo.exc import UserError
 from torch._subclasses import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -270,6 +272,29 @@ def test_a_compiled_layer_trains_as_an_eager_one():
         results.append([out, leaf.grad, *(weight.grad for weight in weights)])
     for eager, compiled in zip(*results, strict=True):
         assert (eager.float() - compiled.float()).norm() <= 5e-3 * eager.float().norm()
+
+
+@needs_compile
+@pytest.mark.parametrize("kind", ["causal", "no_mask"])
+def test_sizes_may_depend_on_data(kind):
+    """Nothing is known of such a size; torch's own operator takes it since some release."""
+    layer, (x, *_) = core(attn_mask_type=kind), of_tokens()
+
+    def compiled(call):
+        torch.compiler.reset()
+        given = x.clone()
+        mark_unbacked(given, 1)
+        return torch.compile(call, fullgraph=True, backend="aot_eager")(given)
+
+    def by_torch(x):
+        q = x.transpose(1, 2)
+        return torch.nn.functional.scaled_dot_product_attention(q, q, q)
+
+    try:
+        compiled(by_torch)
+    except UserError:
+        pytest.skip("this torch's own operator does not")
+    torch.testing.assert_close(compiled(lambda x: layer(x, x, x)), layer(x, x, x))
 
 
 # Launches that are learned --------------------------------------------------------------------------

@@ -113,10 +113,14 @@ def attend_in_graph(
     """
     if not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN) or q.is_meta:
         return None
-    if q.shape[3] != v.shape[3] or (is_causal and q.shape[2] != k.shape[2]):
+    # Importing te_fast does not import it, but a compiler does.
+    from torch.fx.experimental.symbolic_shapes import guard_or_true
+
+    queries, keys = q.shape[2], k.shape[2]
+    if q.shape[3] != v.shape[3] or (is_causal and guard_or_true(queries != keys)):
         return None
-    if q.shape[2] == 1 or k.shape[2] == 1:
-        return None  # cuDNN may refuse a single token
+    if guard_or_true(queries == 1) or guard_or_true(keys == 1):
+        return None  # cuDNN may refuse a single token; sizes that depend on data may be one
     if not (q.stride(3) == 1 and k.stride(3) == 1 and v.stride(3) == 1):
         return None  # the kernels read a head's channels side by side
     kind = q.device.type
