@@ -81,6 +81,20 @@ def test_a_second_derivative_is_refused_by_name(kind, in_fp8):
         dx.square().sum().backward()
 
 
+@pytest.mark.parametrize("kind", [kind for kind in LAYERS if kind != "linear"])
+def test_a_second_derivative_for_given_tensors_is_refused_by_name(kind):
+    """torch.autograd.grad runs only what leads to these tensors, and takes the rest for constants."""
+    make, name = LAYERS[kind]
+    layer, x = make(), _tokens()
+    weights = [p for p in layer.parameters() if p.requires_grad]
+    y = _applied(kind, layer, x.sin())
+    (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    message = f"({name}).*: its gradient .* without create_graph"
+    for given in (x, weights[0]):
+        with pytest.raises(UnsupportedError, match=message):
+            torch.autograd.grad((x.sin() * dx).sum(), given, retain_graph=True)
+
+
 @TORCHS_WARNING
 @pytest.mark.parametrize(("kind", "in_fp8"), sampled(LAYERS, [False, True]))
 def test_a_derivative_in_forward_mode_is_refused_by_name(kind, in_fp8):

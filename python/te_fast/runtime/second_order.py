@@ -39,28 +39,43 @@ def refuse_second_order(name: str) -> None:
 
 
 class _Refused(torch.autograd.Function):
-    """Arguments: name, gradients. Returns the gradients, whose own gradient is an error."""
+    """Arguments: name, number of gradients, gradients, leaves. The gradient of the gradients is an error."""
 
     @staticmethod
-    def forward(ctx: Any, name: str, *grads: Any) -> Any:
+    def forward(ctx: Any, name: str, count: int, *given: Any) -> Any:
         ctx.name = name
-        return grads
+        return given[:count]
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         raise _error(ctx.name)
 
 
-def _once(name: str, made: Any) -> Any:
+def _leaves_of(node: Any) -> list[torch.Tensor]:
+    """Return the leaves that the gradients of a node go to."""
+    found, seen, left = [], {node}, [node]
+    while left:
+        for other, _ in left.pop().next_functions:
+            if other is None or other in seen:
+                continue
+            seen.add(other)
+            left.append(other)
+            if hasattr(other, "variable"):
+                found.append(other.variable)
+    return found
+
+
+def _once(name: str, made: Any, node: Any) -> Any:
     """Return gradients that raise when they are differentiated.
 
     torch's ``once_differentiable`` does so only if the gradient that backward got needs one. But these gradients depend
-    on inputs and parameters, too, and autograd would take them for constants.
+    on inputs and parameters, too, and autograd would take them for constants. ``torch.autograd.grad`` runs only what
+    leads to the tensors that it is given, so the error has to lead to the leaves.
     """
     grads = made if isinstance(made, tuple) else (made,)
     # Results of a node need gradients only if arguments of it do.
     leaves = [grad if grad is None else grad.detach().requires_grad_() for grad in grads]
-    refused = _Refused.apply(name, *leaves)
+    refused = _Refused.apply(name, len(leaves), *leaves, *_leaves_of(node))
     return refused if isinstance(made, tuple) else refused[0]
 
 
@@ -83,7 +98,7 @@ def differentiable_once(
                 return backward(ctx, *grads)
             with torch.no_grad():
                 made = backward(ctx, *grads)
-            return _once(name_of if isinstance(name_of, str) else name_of(ctx), made)
+            return _once(name_of if isinstance(name_of, str) else name_of(ctx), made, ctx)
 
         return wrapper
 
