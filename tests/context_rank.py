@@ -264,6 +264,17 @@ def autocast_of_torch_decides_the_type():
 
 
 @scene
+def second_derivatives_raise():
+    here = tokens_here()
+    own = [one[:, here].requires_grad_() for one in whole()[:3]]
+    for way in ("p2p", "all_gather"):
+        out = attention(way, name="core")(*own)
+        (grad,) = torch.autograd.grad(out.square().sum(), own[0], create_graph=True)
+        with raises(NotImplementedError, "core: its gradient cannot be differentiated again"):
+            torch.autograd.grad(grad.square().sum(), own[0])
+
+
+@scene
 def no_tokens():
     for way in ways():
         layer = attention(way)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from te_fast.attention.kernels import ON_GPUS, ON_THE_HOST, Kernel
 from te_fast.runtime.collectives import (
@@ -20,6 +19,7 @@ from te_fast.runtime.collectives import (
     named,
     reduce_scatter_of,
 )
+from te_fast.runtime.second_order import differentiable_once
 
 
 class Ring(NamedTuple):
@@ -231,7 +231,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ring: Ring) -> Any:
-        ctx.is_empty = q.numel() == 0 or k.numel() == 0  # alike on all ranks
+        ctx.ring, ctx.is_empty = ring, q.numel() == 0 or k.numel() == 0  # alike on all ranks
         if ctx.is_empty:
             ctx.save_for_backward(q, k, v)
             return q.new_zeros(*q.shape[:3], v.shape[3])
@@ -252,11 +252,11 @@ class _Attention(torch.autograd.Function):
         _visit(ring, q, k, v, attend)
         out, sums = total[0].to(q.dtype), total[1]
         ctx.save_for_backward(q, k, v, out, sums)
-        ctx.ring, ctx.left = ring, left
+        ctx.left = left
         return out
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once(lambda ctx: ctx.ring.name)
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         if ctx.is_empty:
             return *(torch.zeros_like(tensor) for tensor in ctx.saved_tensors), None
