@@ -130,6 +130,26 @@ def results_are_those_of_whole_sequences():
 
 
 @scene
+def without_balance_ranks_may_have_an_odd_number_of_tokens():
+    _, size = rank_and_size()
+    strategy, tokens = te.CPLoadBalancingStrategy.NO_LOAD_BALANCE, 5 * size
+    for way in ways():
+        layer = attention(way, strategy=strategy)
+        check(layer, whole(tokens=tokens), tokens_here(strategy, tokens), 1e-5, way)
+    angles = te.RotaryPositionEmbedding(D)(tokens).to(device())
+    options = {"qkv_format": "bshd", "attention_dropout": 0.0, "device": device()}
+    layer = te.MultiheadAttention(HEADS * D, HEADS, **options)
+    x, here = torch.randn(1, tokens, HEADS * D), tokens_here(strategy, tokens)
+    dist.broadcast(x, 0)
+    for parameter in layer.parameters():
+        dist.broadcast(parameter.detach(), 0)
+    want = layer(x, attn_mask_type="no_mask", rotary_pos_emb=angles)[:, here]
+    layer.set_context_parallel_group(group_of("p2p"), None, None, "p2p", strategy)
+    got = layer(x[:, here], attn_mask_type="no_mask", rotary_pos_emb=angles)
+    assert (got - want).norm() < 1e-5 * want.norm()
+
+
+@scene
 def values_may_have_other_channels():
     for way in ways():
         layer = attention(way, channels=(D, 2 * D))

@@ -228,31 +228,28 @@ class _Exchange(NamedTuple):
             torch.distributed.all_to_all_single(received, sent, group=self.group)
         return received
 
-    def chunks(self, of_ranks: torch.Tensor) -> list[torch.Tensor]:
-        """Return views of the ranks' first chunks, and of their second ones: ``(ranks, ...)``, tokens second last."""
-        if not self.is_balanced:
-            return [of_ranks]
-        former, latter = of_ranks.unflatten(-2, (2, -1)).unbind(-3)
-        return [former, latter]
-
     def to_tokens(self, heads: torch.Tensor) -> torch.Tensor:
         """Take all tokens of some heads for some tokens of all heads: ``(batch, heads, tokens, d)``."""
-        ranks = _size_of(self.group)
-        received = self.run(heads.unflatten(1, (ranks, -1)).movedim(1, 0).contiguous())
-        parts = self.chunks(received)
-        # The second chunks lie in the sequence in the reverse order of the ranks.
-        ordered = [part if number == 0 else part.flip(0) for number, part in enumerate(parts)]
-        return torch.cat(ordered).movedim(0, 2).flatten(2, 3)
+        ranks, chunks = _size_of(self.group), 1 + self.is_balanced
+        parts = heads.unflatten(1, (ranks, -1)).movedim(1, 0)
+        received = self.run(parts.unflatten(-2, (chunks, -1)).contiguous()).movedim(0, 2)
+        batch, count, *_, length, d = received.shape
+        tokens = received.new_empty(batch, count, chunks * ranks, length, d)
+        tokens[:, :, :ranks] = received[:, :, :, 0]
+        for rank in range(ranks * self.is_balanced):
+            tokens[:, :, -1 - rank] = received[:, :, rank, 1]
+        return tokens.flatten(2, 3)
 
     def to_heads(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Do the reverse."""
-        ranks = _size_of(self.group)
-        chunks = tokens.unflatten(2, (ranks * (1 + self.is_balanced), -1)).movedim(2, 0)
-        parts = [chunks[:ranks]]
-        if self.is_balanced:
-            parts.append(chunks[ranks:].flip(0))
-        received = self.run(torch.stack(parts, -3).flatten(-3, -2).contiguous())
-        return received.movedim(0, 1).flatten(1, 2)
+        """Do the reverse; the result lies as ``(batch, tokens, heads, d)``."""
+        ranks, chunks = _size_of(self.group), 1 + self.is_balanced
+        parts = tokens.unflatten(2, (chunks * ranks, -1)).movedim(2, 0)
+        sent = parts.new_empty(ranks, chunks, *parts.shape[1:])
+        sent[:, 0] = parts[:ranks]
+        for rank in range(ranks * self.is_balanced):
+            sent[rank, 1] = parts[-1 - rank]
+        received = self.run(sent).permute(2, 1, 4, 0, 3, 5)
+        return received.flatten(3, 4).flatten(1, 2).transpose(1, 2)
 
 
 class _ToTokens(torch.autograd.Function):

@@ -555,13 +555,12 @@ def angles_of(
     if length * share.ranks > freqs.shape[0]:
         message = f"{_OP}: there are angles for {freqs.shape[0]} positions, and {length * share.ranks} tokens"
         raise ShapeError(message)
-    if share.ranks != 1 and length % 2:
+    if share.ranks != 1 and share.is_balanced and length % 2:
         message = f"{_OP}: under context parallelism a rank has two chunks of each sequence, got {length} tokens"
         raise ShapeError(message)
     if start_positions is None:
         if share.ranks != 1:
-            begins = share.begins(length // 2)
-            found = torch.cat([freqs[begin : begin + length // 2] for begin in begins])
+            found = torch.cat([freqs[begin:end] for begin, end in share.ranges(length)])
             return found.transpose(0, 1) if batch_first else found
         if length == freqs.shape[0]:
             return freqs.transpose(0, 1) if batch_first else freqs

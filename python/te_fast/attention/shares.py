@@ -35,6 +35,12 @@ class ContextShare(NamedTuple):
             return 2 * self.rank * half, (2 * self.rank + 1) * half
         return self.rank * half, (2 * self.ranks - 1 - self.rank) * half
 
+    def ranges(self, tokens: int) -> list[tuple[int, int]]:
+        """Return the first position, and that behind the last, of each run of this rank's `tokens` tokens."""
+        if not self.is_balanced:
+            return [(self.rank * tokens, (self.rank + 1) * tokens)]
+        return [(begin, begin + tokens // 2) for begin in self.begins(tokens // 2)]
+
     def positions(self, tokens: torch.Tensor, half: Any) -> torch.Tensor:
         """Return the positions of this rank's tokens in their sequence, from their numbers on the rank."""
         if self.ranks == 1:
