@@ -16,6 +16,7 @@ import torch.distributed as dist
 import te_fast.pytorch as te
 from parallel_rank import raises, rank_and_size
 from ranks import Scenes, Stop, device
+from te_fast.runtime.compiling import CAN_COMPILE
 
 scenes = Scenes()
 scene = scenes.scene
@@ -354,8 +355,9 @@ def bad_input():
         layer.set_context_parallel_group(dist.group.WORLD, None, None, "a2a+p2p")
     with raises(AssertionError, "one group for cp_comm_type='p2p', got 2"):
         layer.set_context_parallel_group([dist.group.WORLD] * 2, None, None, "p2p")
-    with pytest.raises(Exception, match="do not attend in a compiled|UnsupportedError"):
-        torch.compile(lambda: layer(q, k, v), backend="eager", fullgraph=True)()
+    if CAN_COMPILE:
+        with pytest.raises(Exception, match="do not attend in a compiled|UnsupportedError"):
+            torch.compile(lambda: layer(q, k, v), backend="eager", fullgraph=True)()
 
 
 @scene

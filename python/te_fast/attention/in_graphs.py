@@ -377,7 +377,7 @@ def _backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> Any:
 register_gradient(attend, _setup, _backward)
 
 
-class _Attend(torch._ops.OpOverload[..., Pair]):
+class _Attend(torch._ops.OpOverload):
     """The forward operator, called past torch's dispatcher where nothing but compiled code sees the call."""
 
     def __call__(self, *given: Any, **named: Any) -> Pair:
@@ -386,7 +386,7 @@ class _Attend(torch._ops.OpOverload[..., Pair]):
         return _forward_run(*given)
 
 
-class _Differentiate(torch._ops.OpOverload[..., Triple]):
+class _Differentiate(torch._ops.OpOverload):
     """The backward operator, likewise."""
 
     def __call__(self, *given: Any, **named: Any) -> Triple:
