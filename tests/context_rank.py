@@ -373,6 +373,8 @@ def ranks_that_disagree():
         ):
             layer(*own)
         own = [torch.ones(1, 8, HEADS, D) for _ in "qkv"]
+        with raises(RuntimeError, "core: the mask or another setting of the call must be the same"):
+            layer(*own, attn_mask_type=("causal", "no_mask")[rank % 2 ^ rank // 2])
         assert torch.isfinite(layer(*own)).all()
 
 

@@ -28,13 +28,15 @@ OF_CONTEXT = tuple(name for name in context_scenes.functions if name not in LAST
 OF_EXPERTS = tuple(name for name in expert_scenes.functions if name not in LAST)
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def results(request, fresh, tmp_path_factory):
-    size = request.param
+def run_on(size, fresh, tmp_path_factory, script, scenes):
     if torch.cuda.device_count() < size:
         pytest.skip(f"needs {size} GPUs")
-    folder = tmp_path_factory.mktemp(f"gpus{size}")
-    return run(fresh, folder, "parallel_rank", size, SCENES, kind="cuda")
+    return run(fresh, tmp_path_factory.mktemp(f"{script}{size}"), script, size, scenes, kind="cuda")
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def results(request, fresh, tmp_path_factory):
+    return run_on(request.param, fresh, tmp_path_factory, "parallel_rank", SCENES)
 
 
 @pytest.fixture(scope="module")
@@ -61,11 +63,7 @@ def test_gpus_that_share_heads(of_attention, scene):
 
 @pytest.fixture(scope="module", params=[2, 4])
 def of_context(request, fresh, tmp_path_factory):
-    size = request.param
-    if torch.cuda.device_count() < size:
-        pytest.skip(f"needs {size} GPUs")
-    folder = tmp_path_factory.mktemp(f"context{size}")
-    return run(fresh, folder, "context_rank", size, OF_CONTEXT, kind="cuda")
+    return run_on(request.param, fresh, tmp_path_factory, "context_rank", OF_CONTEXT)
 
 
 @pytest.mark.parametrize("scene", OF_CONTEXT)

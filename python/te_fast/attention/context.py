@@ -55,13 +55,10 @@ class ContextRanks:
         layer = f"context parallelism {exchanging is None} {gathers} {is_balanced}"
         groups = [group for group in (exchanging, attending) if group is not None]
         self._agreements = [Agreement(name, group, layer, "cp_group") for group in groups]
-
-    @property
-    def share(self) -> ContextShare:
-        """Which tokens of a sequence this rank has."""
-        inner, outer = _size_of(self.exchanging), _size_of(self.attending)
-        rank = _rank_of(self.exchanging) + inner * _rank_of(self.attending)
-        return ContextShare(inner * outer, rank, self.is_balanced)
+        inner, outer = _size_of(exchanging), _size_of(attending)
+        rank = _rank_of(exchanging) + inner * _rank_of(attending)
+        #: Which tokens of a sequence this rank has.
+        self.share = ContextShare(inner * outer, rank, is_balanced)
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores
@@ -73,7 +70,7 @@ class ContextRanks:
         RanksError
             If ranks make different calls, or one is gone or late.
         """
-        self._check_alike(q, k, v)
+        self._check_alike((q, k, v), scores)
         group = self.exchanging
         if group is None:
             return self._attend_whole(q, k, v, scores)
@@ -82,7 +79,7 @@ class ContextRanks:
             scores = scores._replace(sink=scores.sink.chunk(ranks)[rank])
         how = _Exchange(group, self.is_balanced, self._name)
         q, k, v = _to_tokens((q, k, v), ranks, how)
-        y: torch.Tensor = _ToHeads.apply(self._attend_whole(q, k, v, scores), how)
+        y: torch.Tensor = _Exchanged.apply(self._attend_whole(q, k, v, scores), how, False)
         return y
 
     def _attend_whole(
@@ -94,11 +91,12 @@ class ContextRanks:
         how = (self._gathers, self.is_balanced, is_causal, scores.scale, self._name)
         return attend_in_ring(q, k, v, Ring(self.attending, *how))
 
-    def _check_alike(self, *tensors: torch.Tensor) -> None:
+    def _check_alike(self, tensors: tuple[torch.Tensor, ...], scores: Scores) -> None:
+        settings = str((*scores.rule[1:], scores.scale, scores.dropout, scores.softcap))
         for agreement in self._agreements:
             for tensor in tensors:
                 wants = torch.is_grad_enabled() and tensor.requires_grad
-                agreement.check(tensor, wanted=wants, needs_input=wants)
+                agreement.check(tensor, wanted=wants, needs_input=wants, settings=settings)
 
     def check(self, q: torch.Tensor, k: torch.Tensor, scores: Scores) -> None:
         """Raise for what ranks cannot compute together.
@@ -252,26 +250,17 @@ class _Exchange(NamedTuple):
         return received.flatten(3, 4).flatten(1, 2).transpose(1, 2)
 
 
-class _ToTokens(torch.autograd.Function):
+class _Exchanged(torch.autograd.Function):
+    """Tokens from heads, or heads from tokens; the gradient takes the other way."""
+
     @staticmethod
-    def forward(ctx: Any, heads: torch.Tensor, how: _Exchange) -> torch.Tensor:
-        ctx.how = how
-        return how.to_tokens(heads)
+    def forward(ctx: Any, given: torch.Tensor, how: _Exchange, gives_tokens: bool) -> torch.Tensor:
+        ctx.how, ctx.gives_tokens = how, gives_tokens
+        return how.to_tokens(given) if gives_tokens else how.to_heads(given)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return _ToHeads.apply(grad, ctx.how), None
-
-
-class _ToHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tokens: torch.Tensor, how: _Exchange) -> torch.Tensor:
-        ctx.how = how
-        return how.to_heads(tokens)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return _ToTokens.apply(grad, ctx.how), None
+        return _Exchanged.apply(grad, ctx.how, not ctx.gives_tokens), None, None
 
 
 def _to_tokens(
@@ -279,8 +268,8 @@ def _to_tokens(
 ) -> tuple[torch.Tensor, ...]:
     """Exchange queries, keys and values by one collective, if their heads have equal sizes."""
     if len({tensor.shape[2:] for tensor in heads}) > 1:
-        return tuple([_ToTokens.apply(tensor, how) for tensor in heads])
+        return tuple([_Exchanged.apply(tensor, how, True) for tensor in heads])
     of_ranks = [tensor.unflatten(1, (ranks, -1)) for tensor in heads]
-    tokens = _ToTokens.apply(torch.cat(of_ranks, 2).flatten(1, 2), how)
+    tokens = _Exchanged.apply(torch.cat(of_ranks, 2).flatten(1, 2), how, True)
     parts: tuple[torch.Tensor, ...] = tokens.split([part.shape[2] for part in of_ranks], 1)
     return parts

@@ -1,9 +1,9 @@
 """Attention in graphs of ``torch.compile``: cuDNN's kernels as operators, whose launches are learned.
 
-torch's own operators take the host about 60 us a forward and 100 us a backward in compiled code (H200). These operators
-call the same kernels. Once the launches of a kind of call are known (:mod:`te_fast.attention.learned`), they make them
-without torch. Flash attention stays torch's operator: the workspace of its backward is several blocks of memory, so its
-launches cannot be learned.
+torch's own operators take the host about 60 us a forward and 100 us a backward in compiled code (H200, by a sampling
+profiler; the script is not kept). These operators call the same kernels. Once the launches of a kind of call are known
+(:mod:`te_fast.attention.learned`), they make them without torch. Flash attention stays torch's operator: the workspace
+of its backward is several blocks of memory, so its launches cannot be learned.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import torch
 
 from te_fast.attention.kernels import ON_GPUS, ON_THE_HOST
 from te_fast.attention.learned import CAPTURES, TOLERANCE, Uses, are_learned, launches_of
+from te_fast.ops.common import autocast_dtype
 from te_fast.runtime import native
-from te_fast.runtime.compiling import is_unseen
+from te_fast.runtime.compiling import PLAIN, is_unseen
 from te_fast.runtime.library import register, register_gradient
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -29,7 +30,6 @@ _CUDNN, _ON_THE_HOST = 3, 1
 _KINDS = 512
 #: The longest sequence of the call for which torch is asked to choose a kernel.
 _TOKENS = 256
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class Options(NamedTuple):
@@ -111,7 +111,7 @@ def attend_in_graph(
     scale : float
         Factor of the products of queries and keys.
     """
-    if not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN) or q.is_meta:
+    if not (type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN) or q.is_meta:
         return None
     # Importing te_fast does not import it, but a compiler does.
     from torch.fx.experimental.symbolic_shapes import guard_or_true
@@ -123,8 +123,7 @@ def attend_in_graph(
         return None  # cuDNN may refuse a single token; sizes that depend on data may be one
     if not (q.stride(3) == 1 and k.stride(3) == 1 and v.stride(3) == 1):
         return None  # the kernels read a head's channels side by side
-    kind = q.device.type
-    if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != q.dtype:
+    if autocast_dtype(q) not in (None, q.dtype):
         return None  # torch's operator casts
     trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     # Numbers of heads and channels are constants of a graph, also where sizes are dynamic.

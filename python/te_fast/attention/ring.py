@@ -7,11 +7,13 @@ other. Each part's kernel also returns the logarithm of the sum of its exponenti
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 
 from te_fast.attention.kernels import ON_GPUS, ON_THE_HOST, Kernel
+from te_fast.ops.common import autocast_dtype
 from te_fast.runtime.collectives import (
     gather_of,
     get_distributed_rank,
@@ -289,12 +291,21 @@ def _visit(ring: Ring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attend
         for piece in pieces:
             attend(piece, _keys_of(keys, piece), _keys_of(values, piece))
         return
+    for at, given in _by_travel(ring, pieces, own):
+        if at is not None:
+            attend(at, *given)
+
+
+def _by_travel(
+    ring: Ring, pieces: list[_Piece], own: _Packed
+) -> Iterator[tuple[_Piece | None, list[torch.Tensor]]]:
+    """Yield each rank's piece with its keys and values, this rank's first, while the next ones travel."""
     rank, ranks = get_distributed_rank(ring.group), get_distributed_world_size(ring.group)
     for step in range(ranks):
         travel = _Travel(ring, own.memory) if step + 1 < ranks else None
-        here = _piece_of(pieces, (rank - step) % ranks)
-        if here is not None:
-            attend(here, *[tensor[:, :, : here.keys] for tensor in own.both()])
+        source = (rank - step) % ranks
+        found = next((piece for piece in pieces if piece.begin <= source < piece.end), None)
+        yield found, [tensor[:, :, : found.keys] for tensor in own.both()] if found else []
         if travel is not None:
             own = own.like(travel.wait())
 
@@ -330,15 +341,10 @@ def _back_from_gathered(
 
 
 def _back_by_travel(ring: Ring, pieces: list[_Piece], own: _Packed, differentiate: Any) -> _Packed:
-    rank, ranks = get_distributed_rank(ring.group), get_distributed_world_size(ring.group)
     mine = own.like(_zeros_like(own.memory))
     back: _Travel | None = None
-    for step in range(ranks):
-        travel = _Travel(ring, own.memory) if step + 1 < ranks else None
-        piece = _piece_of(pieces, (rank - step) % ranks)
-        found: tuple[torch.Tensor, ...] = ()
-        if piece is not None:
-            found = differentiate(piece, *[tensor[:, :, : piece.keys] for tensor in own.both()])
+    for step, (piece, given) in enumerate(_by_travel(ring, pieces, own)):
+        found = () if piece is None else differentiate(piece, *given)
         # Gradients of others' keys follow the keys, a step behind them, and end where these began.
         grads = mine
         if step > 0:
@@ -347,15 +353,9 @@ def _back_by_travel(ring: Ring, pieces: list[_Piece], own: _Packed, differentiat
             grad[:, :, : one.shape[2]] += one
         if step > 0:
             back = _Travel(ring, grads.memory)
-        if travel is not None:
-            own = own.like(travel.wait())
     assert back is not None
     mine.memory.add_(back.wait())
     return mine
-
-
-def _piece_of(pieces: list[_Piece], rank: int) -> _Piece | None:
-    return next((piece for piece in pieces if piece.begin <= rank < piece.end), None)
 
 
 def attend_in_ring(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ring: Ring) -> torch.Tensor:
@@ -380,9 +380,8 @@ def attend_in_ring(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ring: Ring
     RanksError
         If another rank is gone or late.
     """
-    kind = q.device.type
-    if torch.is_autocast_enabled(kind):  # as torch's own attention
-        dtype = torch.get_autocast_dtype(kind)
+    dtype = autocast_dtype(q)
+    if dtype is not None:  # as torch's own attention
         q, k, v = (one if one.dtype == torch.float64 else one.to(dtype) for one in (q, k, v))
     out: torch.Tensor = _Attention.apply(q, k, v, ring)
     return out

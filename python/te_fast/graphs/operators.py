@@ -30,6 +30,7 @@ from te_fast.graphs.region import entered, key_of_region, order, recipe_of
 from te_fast.graphs.traced import Described, Facts, Kind, Place, Traced, calls, facts_of
 from te_fast.runtime import native
 from te_fast.runtime.capturing import is_in_capture, update_scales_behind_backward
+from te_fast.runtime.compiling import PLAIN
 from te_fast.runtime.delayed import native_recipe
 from te_fast.runtime.library import register
 from te_fast.runtime.main_grad import main_grad_of
@@ -463,9 +464,6 @@ def apply(
     )
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
 def _once(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], tuple[int, ...]]:
     """Return tensors without repetition, and the place of each given one among them."""
     numbers: dict[torch.Tensor, int] = {}
@@ -473,7 +471,7 @@ def _once(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], tuple[in
     places = []
     for tensor in tensors:
         number = len(found)
-        if type(tensor) in _PLAIN:  # Dynamo finds no others in a dictionary
+        if type(tensor) in PLAIN:  # Dynamo finds no others in a dictionary
             number = numbers.setdefault(tensor, number)
         if number == len(found):
             found.append(tensor)

@@ -10,6 +10,7 @@ import torch
 
 from te_fast.errors import ShapeError
 from te_fast.helpers.whole_numbers import divide
+from te_fast.runtime.compiling import PLAIN
 from te_fast.tensor.float8 import Float8Tensor, Float8TensorStorage
 
 
@@ -54,23 +55,20 @@ def split_tensor_along_dim(
     return tuple(part.contiguous() for part in parts) if contiguous_split_chunks else tuple(parts)
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
 def _are_views(parts: Sequence[torch.Tensor], distances: Iterable[int]) -> bool:
     """Tell whether plain parts lie in one memory with equal strides.
 
     `distances` are the elements from each part's beginning to that of the next one.
     """
     # A trace has no addresses.
-    if torch.compiler.is_compiling() or type(parts[0]) not in _PLAIN:
+    if torch.compiler.is_compiling() or type(parts[0]) not in PLAIN:
         return False
     first, address = parts[0], parts[0].data_ptr()
     width, stride = first.element_size(), first.stride()
     for part, distance in zip(parts[1:], distances):  # noqa: B905  a distance behind the last part
         address += distance * width
         # Addresses are asked for first, since they mostly differ.
-        if type(part) not in _PLAIN or part.data_ptr() != address or part.stride() != stride:
+        if type(part) not in PLAIN or part.data_ptr() != address or part.stride() != stride:
             return False
     # Another tensor may lie behind a tensor by chance.
     memory = first.untyped_storage().data_ptr()

@@ -56,6 +56,7 @@ class Agreement:
         needs_input: bool,
         needs: Sequence[bool] = (),
         splits: Sequence[int] | None = None,
+        settings: str = "",
     ) -> None:
         """Compare a call with the calls of the other ranks, if it is of a new kind, or in debug mode.
 
@@ -69,6 +70,8 @@ class Agreement:
             Which parameters need one, if any tensor does: backward's collectives depend on that.
         splits : list of int, optional
             Rows of each expert.
+        settings : str
+            Text of what the call itself decides.
 
         Raises
         ------
@@ -80,13 +83,13 @@ class Agreement:
         enabled, _, _, _, _, epoch = native.autocast_region()
         chunks = setting()
         wants = (wanted, needs_input, *needs)
-        kind = (x.shape, x.dtype, x.device, wants, epoch if enabled else None, chunks)
+        kind = (x.shape, x.dtype, x.device, wants, epoch if enabled else None, chunks, settings)
         is_known = kind in self._known and not _config.DEBUG
         if is_known or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
         recipe = native.autocast_objects()[0] if enabled else None
         shown = "none" if recipe is None else str(sorted(recipe._describe().items()))
-        self._compare(x, shown, splits, wants)
+        self._compare(x, shown, splits, wants, settings)
         if len(self._known) >= _LIMIT:
             self._known.clear()
         self._known.add(kind)
@@ -97,6 +100,7 @@ class Agreement:
         recipe: str,
         splits: Sequence[int] | None,
         wants: tuple[bool, ...],
+        settings: str,
     ) -> None:
         own = {
             "name of the layer that is called": [zlib.crc32(self._name.encode())],
@@ -104,6 +108,7 @@ class Agreement:
             "input's type": [zlib.crc32(str(x.dtype).encode())],
             "recipe": [zlib.crc32(recipe.encode())],
             "sizes and settings of the layer": [zlib.crc32(self._layer.encode())],
+            "mask or another setting of the call": [zlib.crc32(settings.encode())],
             "set of what wants gradients": [zlib.crc32(bytes(wants))],
             "number of each expert's rows": [zlib.crc32(repr(splits).encode())],
             "communication_chunks, or CUDA_DEVICE_MAX_CONNECTIONS,": list(map(int, setting())),

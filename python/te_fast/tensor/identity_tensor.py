@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from te_fast.errors import ArgumentError, DtypeError, QuantizedTensorError
 from te_fast.recipe import CustomRecipe, Recipe
-from te_fast.tensor.operations import seen_otherwise, shares_versions, writes_of
+from te_fast.tensor.operations import inplace_view, shares_versions, writes_of
 from te_fast.tensor.quantizer import (
     ComparedBySettings,
     Quantizer,
@@ -285,7 +285,7 @@ class IdentityTensor(TensorOverStorage, IdentityTensorStorage):
         """Run an operation on the values."""
         kwargs = kwargs or {}
         if torch.Tag.inplace_view in func.tags:
-            return seen_otherwise(func, args[0])
+            return inplace_view(func, args[0])
         given: Any = args[0] if args else None
         if func in (aten.detach.default, aten.alias.default) and given._hp_data is None:
             return given._emptied()

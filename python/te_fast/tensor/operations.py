@@ -101,7 +101,7 @@ def in_high_precision(
         raise UnsupportedError(message)
     if func._schema.is_mutable:
         if torch.Tag.inplace_view in func.tags and func.overloadpacket is not aten.set_:
-            return seen_otherwise(func, args[0])
+            return inplace_view(func, args[0])
         write = _write_in_place if is_native else _write_in_place_generally
         return write(func, args, kwargs)
     result = func(
@@ -113,7 +113,7 @@ def in_high_precision(
         return tree_map_only(torch.Tensor, torch.clone, result)
 
 
-def seen_otherwise(func: Any, tensor: Any) -> Any:
+def inplace_view(func: Any, tensor: Any) -> Any:
     """Return a tensor that an operator detaches in place; refuse operators that change its shape or strides in place.
 
     Other tensors may share the bytes, and would be written if the bytes changed places.

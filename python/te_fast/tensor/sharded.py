@@ -66,8 +66,8 @@ def reduce_maximum(quantizer: Any, group: Any) -> bool:
     if getattr(quantizer, "with_amax_reduction", None) is not False:
         return False
     quantizer.with_amax_reduction, quantizer.amax_reduction_group = True, group
-    is_one: bool = quantizer.with_amax_reduction  # of two quantizers, neither may measure
-    return is_one
+    measures: bool = quantizer.with_amax_reduction  # of two quantizers, neither may measure
+    return measures
 
 
 def measure_together(shard: Any, group: Any) -> None:
