@@ -1,8 +1,10 @@
 """Attention of ranks that share the tokens of sequences: milliseconds of forward and backward, and what sharing costs.
 
     NCCL_NVLS_ENABLE=0 python benches/context_ranks.py --ranks 2 [--tokens 16384 65536] [--heads 32] [--groups 8]
+        [--packed 1 8]
 
-Causal attention to one sequence in BF16, with heads of 128 channels. "Alone" is one rank's attention to the whole
+Causal attention in BF16, with heads of 128 channels: to one sequence, and to as many packed sequences of equal lengths
+as --packed says. "Alone" is one rank's attention to the whole
 sequence. "Cost" is a way's time times the ranks, over the time alone: 1 if communication were free and work balanced.
 Transformer Engine's attention runs in turn where it can be imported.
 """
@@ -31,10 +33,20 @@ CHANNELS = 128
 WAYS = ("p2p", "all_gather", "a2a")
 
 
-def step_of(module: Any, tokens: int, way: str | None, arguments: argparse.Namespace) -> Any:
+def step_of(
+    module: Any, tokens: int, way: str | None, arguments: argparse.Namespace, sequences: int = 1
+) -> Any:
     """Return forward and backward of this rank's tokens; of whole sequences without a way."""
     heads, groups = arguments.heads, arguments.groups
-    options_ = {"num_gqa_groups": groups, "qkv_format": "bshd", "attn_mask_type": "causal"}
+    is_packed = sequences > 1
+    fmt, mask = ("thd", "padding_causal") if is_packed else ("bshd", "causal")
+    options_ = {"num_gqa_groups": groups, "qkv_format": fmt, "attn_mask_type": mask}
+    given: dict[str, Any] = {}
+    if is_packed:
+        length = tokens // sequences
+        ends = torch.arange(0, tokens + 1, length, dtype=torch.int32, device=arguments.device)
+        given = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends}
+        given |= {"max_seqlen_q": length, "max_seqlen_kv": length}
     layer = module.DotProductAttention(heads, CHANNELS, attention_dropout=0.0, **options_)
     if way is not None:
         ranks = list(range(dist.get_world_size()))
@@ -42,28 +54,30 @@ def step_of(module: Any, tokens: int, way: str | None, arguments: argparse.Names
         layer.set_context_parallel_group(dist.group.WORLD, ranks, stream, way)
         tokens //= dist.get_world_size()
     kind = {"dtype": DTYPES[arguments.dtype], "device": arguments.device}
+    rows = (tokens,) if is_packed else (1, tokens)
     leaves = [
-        torch.randn(1, tokens, count, CHANNELS, **kind).requires_grad_()
+        torch.randn(*rows, count, CHANNELS, **kind).requires_grad_()
         for count in (heads, groups, groups)
     ]
-    gradient = torch.randn(1, tokens, heads * CHANNELS, **kind)
+    gradient = torch.randn(*rows, heads * CHANNELS, **kind)
 
     def step() -> None:
-        torch.autograd.grad(layer(*leaves), leaves, gradient)
+        torch.autograd.grad(layer(*leaves, **given), leaves, gradient)
 
     return step
 
 
-def measure(tokens: int, arguments: argparse.Namespace) -> dict[str, float]:
+def measure(tokens: int, arguments: argparse.Namespace, sequences: int) -> dict[str, float]:
     """Return milliseconds by way, and what each costs."""
     bodies: dict[str, Callable[[], object]] = {
-        "alone": step_of(te, tokens, None, arguments),
-        **{way: step_of(te, tokens, way, arguments) for way in WAYS},
+        "alone": step_of(te, tokens, None, arguments, sequences),
+        **{way: step_of(te, tokens, way, arguments, sequences) for way in WAYS},
     }
     theirs = transformer_engine()
     if theirs is not None:
         for way in WAYS:
-            bodies[f"Transformer Engine, {way}"] = step_of(theirs, tokens, way, arguments)
+            step = step_of(theirs, tokens, way, arguments, sequences)
+            bodies[f"Transformer Engine, {way}"] = step
     found = medians(bodies, arguments, arguments.seconds)
     del found["rounds"]
     row = {name: round(value / 1e3, 3) for name, value in found.items()}
@@ -83,7 +97,13 @@ def worker(rank: int, arguments: argparse.Namespace, store: str) -> None:
         backend, init_method=f"file://{store}", rank=rank, world_size=arguments.ranks
     )
     torch.manual_seed(rank)
-    figures = {str(tokens): measure(tokens, arguments) for tokens in arguments.tokens}
+    figures = {
+        f"{tokens}" if sequences == 1 else f"{tokens} in {sequences} packed sequences": measure(
+            tokens, arguments, sequences
+        )
+        for tokens in arguments.tokens
+        for sequences in arguments.packed
+    }
     if rank == 0:
         names = list(next(iter(figures.values())))
         rows = [[tokens, *(str(row[name]) for name in names)] for tokens, row in figures.items()]
@@ -101,6 +121,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, nargs="+", default=[16384, 65536])
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--groups", type=int, default=8)
+    parser.add_argument("--packed", type=int, nargs="+", default=[1, 8], help="sequences")
     parser.add_argument("--seconds", type=float, default=10.0, help="time of each length")
     parser.set_defaults(calls=5)
     arguments = parser.parse_args()

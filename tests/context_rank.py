@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -318,14 +318,208 @@ def copies_share_the_ranks():
         assert layer(*own).shape == (B, len(here), HEADS * D)
 
 
+# Packed sequences -----------------------------------------------------------------------------------
+
+
+def rows_here(starts, strategy=BALANCED):
+    """Rows of this rank's tokens among those of packed sequences that begin at `starts`."""
+    return torch.cat(
+        [begin + tokens_here(strategy, end - begin) for begin, end in pairwise(starts)]
+    )
+
+
+def packed(lengths, sizes, *, groups=HEADS, value=D, dtype=torch.float32, seed=0):
+    """Queries, keys, values and a gradient of packed sequences, and their cumulative lengths with padding.
+
+    Padding holds what must not be read.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    heads = ((HEADS, D), (groups, D), (groups, value), (HEADS, value))
+    made = [torch.randn(sum(sizes), *one, generator=generator, device="cpu") for one in heads]
+    starts = [0, *torch.tensor(sizes).cumsum(0).tolist()]
+    for begin, length, size in zip(starts, lengths, sizes, strict=False):
+        for one in made:
+            one[begin + length : begin + size] = float("nan")
+    return [one.to(device(), dtype) for one in made], starts
+
+
+def expected_packed(tensors, starts, lengths, **formulas):
+    """Result and gradients of packed sequences in FP64; zero for padding."""
+    found = [torch.zeros_like(one.double()) for one in (tensors[3], *tensors[:3])]
+    found[0] = found[0].flatten(1)
+    for begin, length in zip(starts, lengths, strict=False):
+        place = slice(begin, begin + length)
+        one = expected(*(tensor[None, place] for tensor in tensors), **formulas)
+        for whole, part in zip(found, one, strict=True):
+            whole[place] = part[0]
+    return found
+
+
+def check_packed(layer, tensors, starts, lengths, here, tolerance, what, **formulas):
+    ends = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    bounds = torch.tensor(starts, dtype=torch.int32)
+    ends, bounds = ends.to(device()), bounds.to(device())
+    given = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends}
+    if not torch.equal(ends, bounds):
+        given |= {"cu_seqlens_q_padded": bounds, "cu_seqlens_kv_padded": bounds}
+    *own, grad = [one[here].clone() for one in tensors]
+    own = [one.requires_grad_() for one in own]
+    out = layer(*own, **given, max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths))
+    out.backward(grad.flatten(1))
+    want = expected_packed(tensors, starts, lengths, **formulas)
+    for got, one in zip((out, *(leaf.grad for leaf in own)), want, strict=True):
+        error = (got.double() - one[here]).norm() / one[here].norm()
+        assert error < tolerance, f"{what}: relative error {error:.2e}"
+
+
+@scene
+def packed_sequences_are_whole_ones():
+    """Sequences of several lengths, also with padding of any length between them, and one without tokens."""
+    _, size = rank_and_size()
+    even = [4 * size, 0, 10 * size, 2 * size]
+    cases = {"none": (even, even), "padded": ([3 * size, 0, 9 * size + 1, 1], [*even])}
+    cases["much"] = ([5, 3, 16 * size - 1], [16 * size] * 3)
+    types = ((torch.float32, 1e-5), (torch.bfloat16, 1.5e-2))
+    masks = ("padding_causal", "padding")
+    for way, groups, strategy, (case, (lengths, sizes)) in product(
+        ways(), (HEADS, 2, 1), te.CPLoadBalancingStrategy, cases.items()
+    ):
+        if groups % exchanging(way):
+            continue
+        for mask, (dtype, tolerance) in product(masks, types):
+            options = {"qkv_format": "thd", "attn_mask_type": mask}
+            layer = attention(way, groups, strategy=strategy, **options)
+            tensors, starts = packed(lengths, sizes, groups=groups, dtype=dtype)
+            here, what = rows_here(starts, strategy), f"{way} {groups} {strategy} {case} {mask}"
+            given = (tensors, starts, lengths, here, tolerance, f"{what} {dtype}")
+            check_packed(layer, *given, is_causal=mask == "padding_causal")
+
+
+@scene
+def packed_values_may_have_other_channels():
+    _, size = rank_and_size()
+    lengths, sizes = [2 * size + 1, 6 * size], [4 * size, 6 * size]
+    tensors, starts = packed(lengths, sizes, value=2 * D)
+    for way in ways():
+        options = {"qkv_format": "thd", "attn_mask_type": "padding_causal"}
+        layer = attention(way, channels=(D, 2 * D), **options)
+        check_packed(layer, tensors, starts, lengths, rows_here(starts), 1e-5, way)
+
+
+@scene
+def packed_queries_may_have_other_keys():
+    """Without a causal mask; a query without keys has a result of zeros."""
+    _, size = rank_and_size()
+    q_lengths, k_lengths = [2 * size, 4 * size, 2 * size], [6 * size, 0, 2 * size - 1]
+    types = ((torch.float32, 1e-5), (torch.bfloat16, 1.5e-2))
+    for way, (dtype, tolerance) in product(ways(), types):
+        (q, _, _, grad), of_q = packed(q_lengths, q_lengths, dtype=dtype)
+        (_, k, v, _), of_k = packed(k_lengths, [6 * size, 2 * size, 2 * size], dtype=dtype, seed=1)
+        ends = torch.tensor([0, *k_lengths]).cumsum(0).tolist()
+        ends, *bounds = (
+            torch.tensor(one, dtype=torch.int32, device=device()) for one in (ends, of_q, of_k)
+        )
+        here_q, here_k = rows_here(of_q), rows_here(of_k)
+        own = [one[here].requires_grad_() for one, here in ((q, here_q), (k, here_k), (v, here_k))]
+        given = {"cu_seqlens_q": bounds[0], "cu_seqlens_q_padded": bounds[0]}
+        given |= {"cu_seqlens_kv": ends, "cu_seqlens_kv_padded": bounds[1]}
+        out = attention(way, qkv_format="thd", attn_mask_type="padding")(*own, **given)
+        out.backward(grad[here_q].flatten(1))
+        want = [torch.zeros_like(one.double()) for one in (q.flatten(1), q, k, v)]
+        for number in (0, 2):
+            of_queries = slice(of_q[number], of_q[number] + q_lengths[number])
+            of_keys = slice(of_k[number], of_k[number] + k_lengths[number])
+            heads = (q[of_queries], k[of_keys], v[of_keys], grad[of_queries])
+            found = expected(*(one[None] for one in heads), is_causal=False)
+            places = (of_queries, of_queries, of_keys, of_keys)
+            for one, place, part in zip(want, places, found, strict=True):
+                one[place] = part[0]
+        here = (here_q, here_q, here_k, here_k)
+        for got, one, rows in zip((out, *(leaf.grad for leaf in own)), want, here, strict=True):
+            error = (got.double() - one[rows]).norm() / one[rows].norm()
+            assert error < tolerance, f"{way} {dtype}: relative error {error:.2e}"
+
+
+@scene
+def packed_layers_rotate_by_positions():
+    """A layer of each rank has the results of one with whole sequences."""
+    _, size = rank_and_size()
+    lengths, sizes = [3 * size, 8 * size - 1], [4 * size, 8 * size]
+    starts = [0, sizes[0], sum(sizes)]
+    ends = torch.tensor([0, lengths[0], sum(lengths)], dtype=torch.int32, device=device())
+    bounds = torch.tensor(starts, dtype=torch.int32, device=device())
+    given = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends, "max_seqlen_q": 8 * size}
+    given |= {"cu_seqlens_q_padded": bounds, "cu_seqlens_kv_padded": bounds}
+    hidden, angles = HEADS * D, te.RotaryPositionEmbedding(D)(8 * size).to(device())
+    options = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "attn_input_format": "thd"}
+    options |= {"self_attn_mask_type": "padding_causal"}
+    real = torch.cat([torch.arange(b, b + n) for b, n in zip(starts, lengths, strict=False)])
+    for way in ways():
+        torch.manual_seed(0)
+        layer = te.TransformerLayer(hidden, 64, HEADS, device=device(), **options)
+        shared = copy.deepcopy(layer)
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn(sum(sizes), hidden, generator=generator, device="cpu").to(device())
+        here = rows_here(starts)
+        shared.set_context_parallel_group(group_of(way), None, None, way)
+        want = layer(x, rotary_pos_emb=angles, max_seqlen_kv=8 * size, **given)
+        got = shared(x[here], rotary_pos_emb=angles, max_seqlen_kv=8 * size, **given)
+        is_real = torch.isin(here, real)
+        left = want[here][is_real]
+        assert (got[is_real] - left).norm() < 1e-5 * left.norm(), way
+
+
+@scene
+def bad_packed_input():
+    _, size = rank_and_size()
+    parts = 2 * size
+    options = {"qkv_format": "thd", "attn_mask_type": "padding_causal", "name": "core"}
+    heads = [torch.ones(8, HEADS, D) for _ in "qkv"]
+    bounds = torch.tensor([0, 4 * size, 8 * size], dtype=torch.int32)
+    for ends, of_k, what in (
+        ([0, 8 * size - 1, 8 * size], None, f"multiples of {parts}, from 0 to the {8 * size} tok"),
+        ([0, 4 * size], None, f"multiples of {parts}, from 0 to the {8 * size} tokens"),
+        ([0, 9 * size], None, "must name rows of the tensor"),
+        ([0, 2 * size, 8 * size], bounds, "the same sequences of queries and of keys"),
+    ):
+        if device().type == "cuda":
+            break  # the host does not wait for numbers on a GPU
+        of_q = torch.tensor(ends, dtype=torch.int32)
+        given = {"cu_seqlens_q": of_q, "cu_seqlens_kv": of_q if of_k is None else of_k}
+        with raises(AssertionError, f"core: .*{what}"):
+            attention(**options)(*heads, **given)
+    given = {"cu_seqlens_q": bounds, "cu_seqlens_kv": bounds}
+    for layer, what in (
+        (attention(window_size=(4, 0), **options), "window_size with cp_comm_type='a2a'"),
+        (attention(return_max_logit=True, **options), "return_max_logit"),
+    ):
+        with raises(NotImplementedError, what):
+            layer(*heads, **given)
+    empty = [torch.ones(0, HEADS, D).requires_grad_() for _ in "qkv"]
+    for way, ends in product(ways(), ([0], [0, 0, 0])):
+        bounds = torch.tensor(ends, dtype=torch.int32)
+        out = attention(way, **options)(*empty, cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
+        out.sum().backward()
+        assert out.shape == (0, HEADS * D)
+        assert all(one.grad.shape == one.shape for one in empty)
+
+
+@scene
+def packed_exchanges_have_windows():
+    _, size = rank_and_size()
+    lengths, sizes = [3 * size, 8 * size - 1], [4 * size, 8 * size]
+    tensors, starts = packed(lengths, sizes)
+    options = {"qkv_format": "thd", "attn_mask_type": "padding_causal", "window_size": (5, 0)}
+    given = (tensors, starts, lengths, rows_here(starts), 1e-5, "a2a")
+    check_packed(attention("a2a", **options), *given, window=5)
+
+
 @scene
 def bad_input():
     here, (_, size) = tokens_here(), rank_and_size()
     q, k, v, _ = (one[:, here] for one in whole())
-    ends = torch.tensor([0, len(here)], dtype=torch.int32)
     for layer, keywords, what in (
-        (attention(), {"qkv_format": "thd"}, "thd"),
-        (attention(attn_mask_type="padding"), {}, "padding"),
+        (attention(attn_mask_type="padding"), {}, "padding in dense formats"),
         (attention(attn_mask_type="arbitrary"), {}, "arbitrary"),
         (attention(), {"core_attention_bias_type": "alibi"}, "core_attention_bias"),
         (attention(return_max_logit=True), {}, "return_max_logit"),
@@ -335,10 +529,8 @@ def bad_input():
         (attention(softmax_type="off-by-one", device=device()), {}, "softmax_type with"),
     ):
         mask = {"attention_mask": torch.zeros(B, 1, 1, len(here), dtype=torch.bool)}
-        given = [one.flatten(0, 1) for one in (q, k, v)] if "thd" in what else (q, k, v)
-        ends_of = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends} if "thd" in what else mask
         with raises(NotImplementedError, what):
-            layer(*given, **ends_of, **keywords)
+            layer(q, k, v, **mask, **keywords)
     with raises(AssertionError, "two chunks of each sequence, got 3 queries"):
         attention()(q[:, :3], k[:, :3], v[:, :3])
     with raises(AssertionError, "as many queries as keys, got 2 and 4"):

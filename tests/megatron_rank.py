@@ -23,6 +23,7 @@ SCENE = {
     "tp": 1,  # ranks that share each layer
     "sp": False,  # sequence parallelism among them
     "cp": 1,  # ranks that share the tokens of sequences
+    "packed": False,  # sequences follow each other in one row
     "way": "p2p",  # how they attend to each other's tokens
     "ep": 1,  # ranks that share the experts
     "dispatcher": "allgather",  # how rows travel to their experts
@@ -134,7 +135,7 @@ def make_model(scene, seed):
     return model.bfloat16()
 
 
-def loss_of(model, step, share=0):
+def loss_of(model, step, share=0, *, is_packed=False):
     """Loss on this rank's part of tokens that depend only on the step and on its share of them."""
     import torch
     from megatron.core import parallel_state
@@ -148,19 +149,50 @@ def loss_of(model, step, share=0):
         "tokens": tokens[:, :-1],
         "labels": tokens[:, 1:],
         "position_ids": torch.arange(LENGTH).expand(BATCH, -1),
+        "loss_mask": torch.ones(BATCH, LENGTH),
         "cu_seqlens": None,
     }
+    packed = pack(batch) if is_packed else None
+    real = batch["loss_mask"].sum()
     group = parallel_state.get_context_parallel_group()
     here = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group)
-    inputs = here["tokens"], here["position_ids"], mask
-    return model(*inputs, labels=here["labels"]).float().mean()
+    inputs = here["tokens"], here["position_ids"], None if packed else mask
+    losses = model(*inputs, labels=here["labels"], packed_seq_params=packed).float()
+    # The mean over ranks is the mean over tokens.
+    return (losses * here["loss_mask"]).sum() * group.size() / real
 
 
-def train(model, optimizer, steps):
+def pack(batch):
+    """Make one row of packed sequences with padding out of a batch; return where they lie."""
+    import torch
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    sizes, lengths = torch.tensor([12, 20, 32]), torch.tensor([11, 20, 30])
+    bounds, ends = (
+        torch.nn.functional.pad(one.cumsum(0), (1, 0)).int() for one in (sizes, lengths)
+    )
+    for key in ("tokens", "labels", "loss_mask"):
+        batch[key] = batch[key].reshape(1, -1).clone()
+    within = torch.cat([torch.arange(size) for size in sizes])
+    batch["position_ids"] = within[None]
+    batch["loss_mask"][0, within >= lengths.repeat_interleave(sizes)] = 0.0
+    batch |= {"cu_seqlens": ends[None], "cu_seqlens_padded": bounds[None]}
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=ends,
+        cu_seqlens_kv=ends,
+        cu_seqlens_q_padded=bounds,
+        cu_seqlens_kv_padded=bounds,
+        max_seqlen_q=LENGTH,
+        max_seqlen_kv=LENGTH,
+    )
+
+
+def train(model, optimizer, steps, *, is_packed=False):
     """Losses of some steps."""
     losses = []
     for step in steps:
-        loss = loss_of(model, step)
+        loss = loss_of(model, step, is_packed=is_packed)
         loss.backward()
         reduce_gradients(model)
         optimizer.step()
@@ -212,11 +244,14 @@ def run(name, scene, folder):
         model = make_model(scene, seed)
         return model, FusedAdam(model.parameters(), lr=3e-3, master_weights=True)
 
+    def steps(model, optimizer, numbers):
+        return train(model, optimizer, numbers, is_packed=scene["packed"])
+
     model, optimizer = fresh(1)
     if scene["load"] is not None:
         load(model, folder / scene["load"])
-        return {"losses": train(model, optimizer, range(STEPS, STEPS + 3))}
-    found = {"losses": train(model, optimizer, range(STEPS))}
+        return {"losses": steps(model, optimizer, range(STEPS, STEPS + 3))}
+    found = {"losses": steps(model, optimizer, range(STEPS))}
     found["keys"] = sorted(key for key in model.state_dict() if key.endswith("_extra_state"))
     if not scene["resume"]:
         return found
@@ -224,11 +259,11 @@ def run(name, scene, folder):
     kept.mkdir(exist_ok=True)
     dist_checkpointing.save({"model": model.sharded_state_dict()}, str(kept))
     moments = copy.deepcopy(optimizer.state_dict())
-    found["goes_on"] = train(model, optimizer, range(STEPS, STEPS + 3))
+    found["goes_on"] = steps(model, optimizer, range(STEPS, STEPS + 3))
     other, resumed = fresh(2)
     load(other, kept)
     resumed.load_state_dict(moments)
-    found["resumed"] = train(other, resumed, range(STEPS, STEPS + 3))
+    found["resumed"] = steps(other, resumed, range(STEPS, STEPS + 3))
     return found
 
 

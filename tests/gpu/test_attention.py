@@ -12,7 +12,7 @@ import te_fast
 import te_fast.pytorch as te
 from attention_reference import attend_one, attends
 from llama_like import Model, loss_of
-from te_fast.attention import scores
+from te_fast.attention import packed
 
 pytestmark = [
     pytest.mark.gpu,
@@ -110,17 +110,58 @@ def test_every_mask_and_layout(dtype, kind, fmt, groups, d_v, window):
 
 
 def test_packed_sequences_take_torchs_kernel(monkeypatch):
-    if scores._varlen()[0] is None:
+    if packed._varlen()[0] is None:
         pytest.skip("torch 2.10 or later")
     calls = []
-    kernel = scores.attend_packed
-    monkeypatch.setattr(scores, "attend_packed", lambda *a: calls.append(1) or kernel(*a))
+    kernel = packed._attend_by_kernel
+    monkeypatch.setattr(packed, "_attend_by_kernel", lambda *a: calls.append(1) or kernel(*a))
     layer = te.DotProductAttention(HEADS, D, qkv_format="thd", attn_mask_type="padding_causal")
     q, k, v = torch.randn(3, 48, HEADS, D, device="cuda", dtype=torch.bfloat16)
     ends = torch.tensor([0, 16, 48], device="cuda", dtype=torch.int32)
     given = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends, "max_seqlen_q": 32, "max_seqlen_kv": 32}
     layer(q, k, v, **given)
     assert calls == [1]
+    starts = torch.tensor([0, 24, 48], device="cuda", dtype=torch.int32)
+    ends = torch.tensor([0, 16, 40], device="cuda", dtype=torch.int32)
+    given |= {"cu_seqlens_q": ends, "cu_seqlens_kv": ends}
+    layer(q, k, v, **given, cu_seqlens_q_padded=starts, cu_seqlens_kv_padded=starts)
+    assert calls == [1, 1]
+
+
+@pytest.mark.parametrize("kind", ["padding", "padding_causal", "padding_causal_bottom_right"])
+@pytest.mark.parametrize("groups", [HEADS, 2])
+@pytest.mark.parametrize("window", [None, (16, 0)])
+def test_nothing_is_read_between_packed_sequences(kind, groups, window):
+    lengths, sizes, tokens = [40, 0, 17, 64], [48, 8, 17, 64], 160
+    sequences = heads(lengths, groups, D, torch.bfloat16)
+    grads = [torch.randn(n, HEADS * D, device="cuda", dtype=torch.bfloat16) for n in lengths]
+    layer = te.DotProductAttention(
+        HEADS, D, groups, qkv_format="thd", attn_mask_type=kind, window_size=window
+    )
+    ends, starts = (torch.tensor([0, *n], device="cuda").cumsum(0).int() for n in (lengths, sizes))
+    places = [slice(begin, begin + n) for begin, n in zip(starts.tolist(), lengths, strict=False)]
+    leaves = []
+    for part in zip(*sequences, strict=True):
+        whole = part[0].new_full((tokens, *part[0].shape[1:]), float("nan"))
+        for place, one in zip(places, part, strict=True):
+            whole[place] = one.detach()
+        leaves.append(whole.requires_grad_())
+    grad = torch.full((tokens, HEADS * D), float("nan"), device="cuda", dtype=torch.bfloat16)
+    for place, one in zip(places, grads, strict=True):
+        grad[place] = one
+    given = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends, "max_seqlen_q": 64, "max_seqlen_kv": 64}
+    out = layer(*leaves, **given, cu_seqlens_q_padded=starts, cu_seqlens_kv_padded=starts)
+    out.backward(grad)
+    found = [out, *(leaf.grad for leaf in leaves)]
+    for place, sequence, one in zip(places, sequences, grads, strict=True):
+        if place.start != place.stop:
+            y, want = wanted([sequence], kind, window or (-1, -1), [one])[0]
+            for got, known in zip(found, (y, *want), strict=True):
+                assert relative(got[place], known) < BOUNDS[torch.bfloat16]
+    is_real = torch.zeros(tokens, dtype=torch.bool, device="cuda")
+    for place in places:
+        is_real[place] = True
+    assert not any(one[~is_real].count_nonzero() for one in found)
 
 
 @pytest.mark.parametrize("chosen", ["FLASH", "FUSED", "UNFUSED"])

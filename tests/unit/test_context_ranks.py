@@ -31,7 +31,9 @@ def results(request, fresh, tmp_path_factory):
         "whole_layers_rotate_by_positions",
         "some_tensors_want_no_gradient",
         "bad_input",
-        slow=["results_are_those_of_whole_sequences"],
+        "packed_values_may_have_other_channels",
+        "bad_packed_input",
+        slow=["results_are_those_of_whole_sequences", "packed_sequences_are_whole_ones"],
     ),
 )
 def test_ranks(results, scene):

@@ -31,6 +31,10 @@ SCENES = {
     "tokens": {"cp": 2, "resume": True},
     "tokens, gathered": {"cp": 2, "way": "all_gather", "fp8": "tensorwise"},
     "tokens, exchanged": {"cp": 2, "way": "a2a"},
+    "packed": {"packed": True},
+    "packed tokens": {"packed": True, "cp": 2, "resume": True},
+    "packed tokens, gathered": {"packed": True, "cp": 2, "way": "all_gather"},
+    "packed tokens, exchanged": {"packed": True, "cp": 2, "way": "a2a"},
     "experts": {**EXPERTS, "resume": True},
     "experts, block": {**EXPERTS, "fp8": "blockwise"},
     "split experts": {**EXPERTS, **SPLIT, "ep": 2, "resume": True},
@@ -101,9 +105,13 @@ def test_ranks_that_share_layers_see_what_one_sees(seen):
     assert difference(seen[0]["dense"]["losses"], seen[0]["split"]["losses"]) < 3e-3
 
 
-@pytest.mark.parametrize("name", ["tokens", "tokens, exchanged"])
-def test_ranks_that_share_tokens_see_what_one_sees(seen, name):
-    assert difference(seen[0]["dense"]["losses"], seen[0][name]["losses"]) < 3e-3
+@pytest.mark.parametrize(
+    ("name", "like"),
+    [("tokens", "dense"), ("tokens, exchanged", "dense")]
+    + [(f"packed tokens{way}", "packed") for way in ("", ", gathered", ", exchanged")],
+)
+def test_ranks_that_share_tokens_see_what_one_sees(seen, name, like):
+    assert difference(seen[0][like]["losses"], seen[0][name]["losses"]) < 3e-3
 
 
 @pytest.mark.parametrize(

@@ -282,9 +282,11 @@ def check_lengths(
 
 
 def check_packing(
-    attention: Any, side: str, tensor: torch.Tensor, given: tuple[Any, Any, Any]
+    attention: Any, side: str, tensor: torch.Tensor, given: tuple[Any, Any, Any], ranks: int = 1
 ) -> None:
     """Raise unless lengths, starts and the longest length fit packed queries or keys.
+
+    The contents of tensors on a GPU are not read, since the host would wait for them.
 
     Parameters
     ----------
@@ -296,6 +298,8 @@ def check_packing(
         ``(tokens, heads, d)``.
     given : tuple
         Cumulative lengths, cumulative starts or None, and the longest length or None.
+    ranks : int, default = 1
+        Number of ranks that share the tokens of sequences. Each has its part of a sequence and of its padding.
     """
     (ends, starts, longest), name = given, f"cu_seqlens_{side}"
     if ends is None:
@@ -322,13 +326,14 @@ def check_packing(
         raise ShapeError(message)
     begins = starts.tolist()
     # A sequence must end before the next one begins, and the last one before the tensor ends.
-    limits = [*begins[1:-1], tensor.shape[0]]
+    tokens = tensor.shape[0] * ranks
+    limits = [*begins[1:-1], tokens]
     fits = [
         end + length <= limit for end, length, limit in zip(begins, lengths, limits, strict=False)
     ]
     if begins[0] < 0 or not all(fits):
         message = (
-            f"{attention.name}: {name} and {name}_padded must name rows of the tensor, which has {tensor.shape[0]}, "
+            f"{attention.name}: {name} and {name}_padded must name rows of the tensor, which has {tokens}, "
             f"each once, got {ends.tolist()} and {begins}"
         )
         raise ShapeError(message)
@@ -401,12 +406,13 @@ def _check_place(attention: Any, name: str, tensor: torch.Tensor, device: torch.
         raise DeviceError(message)
 
 
-def check_scores(attention: Any, q: torch.Tensor, k: torch.Tensor, how: Scores) -> None:
-    """Raise unless mask, bias and slopes broadcast to the scores of ``(batch, heads, tokens, d)``."""
+def check_scores(
+    attention: Any, sizes: tuple[int, int, int, int], device: torch.device, how: Scores
+) -> None:
+    """Raise unless mask, bias and slopes broadcast to the scores ``(batch, heads, queries, keys)``."""
     masked, (_, bias, slopes) = how.masked, how.bias
     if masked is None and bias is None and slopes is None:
         return
-    sizes = (*q.shape[:3], k.shape[2])
     for name, tensor, wanted in (
         ("attention_mask", masked, sizes),
         ("core_attention_bias", bias, sizes),
@@ -414,7 +420,7 @@ def check_scores(attention: Any, q: torch.Tensor, k: torch.Tensor, how: Scores) 
     ):
         if tensor is None:
             continue
-        _check_place(attention, name, tensor, q.device)
+        _check_place(attention, name, tensor, device)
         shape = tuple(tensor.shape)
         whole = (1,) * (len(wanted) - len(shape)) + shape
         fits = [size in (1, most) for size, most in zip(whole, wanted, strict=False)]

@@ -7,11 +7,13 @@ keys of all ranks (:mod:`te_fast.attention.ring`).
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from te_fast.attention import scores as core
+from te_fast.attention.packed import Packing, attend_packed
+from te_fast.attention.packed_shares import PackedShare
 from te_fast.attention.ring import Ring, attend_in_ring
 from te_fast.attention.rules import CPLoadBalancingStrategy
 from te_fast.attention.scores import Scores
@@ -24,6 +26,12 @@ from te_fast.runtime.collectives import (
     get_distributed_world_size,
     named,
 )
+from te_fast.runtime.compiling import is_unseen
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+Packings = tuple[Packing, Packing]
 
 #: How ranks communicate, by Transformer Engine's names.
 WAYS = ("p2p", "all_gather", "a2a", "a2a+p2p")
@@ -71,28 +79,86 @@ class ContextRanks:
             If ranks make different calls, or one is gone or late.
         """
         self._check_alike((q, k, v), scores)
+
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> Any:
+            if self.attending is None:
+                return core.attend(q, k, v, scores)
+            return attend_in_ring(q, k, v, self._ring(scores))
+
+        return self._between_exchanges((q, k, v), scores, attend)
+
+    def attend_packed(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        packings: Packings,
+        scores: Scores,
+        *,
+        may_use_kernel: bool,
+    ) -> torch.Tensor:
+        """Attend within packed sequences: :func:`te_fast.attention.packed.attend_packed` on this rank's tokens.
+
+        `packings` say where sequences lie among the tokens of all ranks.
+
+        Raises
+        ------
+        RanksError
+            As :meth:`attend`.
+        """
+        self._check_alike((q, k, v), scores, [packing.ends.shape[0] for packing in packings])
+        is_balanced = self.is_balanced
+
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> Any:
+            if self.attending is None:
+                q, k, v = (one[0].transpose(0, 1) for one in (q, k, v))
+                y = attend_packed(q, k, v, packings, scores, may_use_kernel=may_use_kernel)
+                return y.transpose(0, 1)[None]
+            tokens, ranks = (q.shape[2], k.shape[2]), _size_of(self.attending)
+            packed = PackedShare.of_both(packings, tokens, ranks, is_balanced)
+            ring = self._ring(scores)._replace(packed=packed, may_pack=may_use_kernel)
+            return attend_in_ring(q, k, v, ring)
+
+        tokens = q.shape[0], k.shape[0]
+        shares = PackedShare.of_both(packings, tokens, self.share.ranks, is_balanced)
+        heads = tuple([one.transpose(0, 1)[None] for one in (q, k, v)])
+        y = self._between_exchanges(heads, scores, attend, shares)
+        return y[0].transpose(0, 1)
+
+    def _ring(self, scores: Scores) -> Ring:
+        is_causal = scores.rule.right == 0
+        how = (self._gathers, self.is_balanced, is_causal, scores.scale, self._name)
+        return Ring(self.attending, *how)
+
+    def _between_exchanges(
+        self,
+        heads: tuple[torch.Tensor, ...],
+        scores: Scores,
+        attend: Callable[..., torch.Tensor],
+        packed: Sequence[PackedShare] = (),
+    ) -> torch.Tensor:
+        """Attend with all tokens of the ranks that exchange heads, and this rank's heads."""
         group = self.exchanging
         if group is None:
-            return self._attend_whole(q, k, v, scores)
+            return attend(*heads, scores)
         ranks, rank = _size_of(group), _rank_of(group)
         if scores.sink is not None:
             scores = scores._replace(sink=scores.sink.chunk(ranks)[rank])
         how = _Exchange(group, self.is_balanced, self._name)
-        q, k, v = _to_tokens((q, k, v), ranks, how)
-        y: torch.Tensor = _Exchanged.apply(self._attend_whole(q, k, v, scores), how, False)
+        of_q = of_k = how
+        if packed:
+            of_q = how.of_packed(packed[0].order_of(ranks))
+            of_k = of_q if packed[1] is packed[0] else how.of_packed(packed[1].order_of(ranks))
+        q, k, v = _to_tokens(heads, ranks, (of_q, of_k, of_k))
+        y: torch.Tensor = _Exchanged.apply(attend(q, k, v, scores), of_q, False)
         return y
 
-    def _attend_whole(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores
-    ) -> torch.Tensor:
-        if self.attending is None:
-            return core.attend(q, k, v, scores)
-        is_causal = scores.rule.right == 0
-        how = (self._gathers, self.is_balanced, is_causal, scores.scale, self._name)
-        return attend_in_ring(q, k, v, Ring(self.attending, *how))
-
-    def _check_alike(self, tensors: tuple[torch.Tensor, ...], scores: Scores) -> None:
-        settings = str((*scores.rule[1:], scores.scale, scores.dropout, scores.softcap))
+    def _check_alike(
+        self, tensors: tuple[torch.Tensor, ...], scores: Scores, sequences: Sequence[int] = ()
+    ) -> None:
+        """Raise on all ranks if they do not make the same call."""
+        of_rule = (*scores.rule[1:], scores.scale, scores.dropout, scores.softcap, *sequences)
+        settings = str(of_rule)
         for agreement in self._agreements:
             for tensor in tensors:
                 wants = torch.is_grad_enabled() and tensor.requires_grad
@@ -116,8 +182,66 @@ class ContextRanks:
             For masks, biases and options that this way does not have.
         """
         rule, name = scores.rule, self._name
+        if rule.is_padded:
+            message = f"{name}: context parallelism (cp_group) takes no mask type with padding in dense formats"
+            raise UnsupportedError(message)
+        self._check_scores(q.shape[1], k.shape[1], scores)
+        if self.is_balanced and (q.shape[2] % 2 or k.shape[2] % 2):
+            message = (
+                f"{name}: under context parallelism a rank has two chunks of each sequence, got {q.shape[2]} queries "
+                f"and {k.shape[2]} keys; pad sequences to a multiple of {2 * self.share.ranks} tokens"
+            )
+            raise ShapeError(message)
+        self._check_causal(q.shape[2], k.shape[2], scores)
+
+    def check_packed(
+        self, q: torch.Tensor, k: torch.Tensor, packings: Packings, scores: Scores
+    ) -> None:
+        """Raise for what ranks cannot compute together, as :meth:`check`.
+
+        Parameters
+        ----------
+        q, k : torch.Tensor
+            ``(tokens of this rank, heads, d)``, and keys likewise.
+        packings : tuple of Packing
+            Where sequences lie among the tokens of all ranks.
+        scores : Scores
+            How scores are computed.
+
+        Raises
+        ------
+        ShapeError, UnsupportedError
+            As :meth:`check`.
+        """
+        self._check_scores(q.shape[1], k.shape[1], scores)
+        self._check_causal(q.shape[0], k.shape[0], scores)
+        parts = self.share.ranks * (1 + self.is_balanced)
+        starts = [packing.starts for packing in packings]
+        if any(not is_unseen(one) or one.device.type != "cpu" for one in starts):
+            return  # the host would wait for them
+        for one, tensor, side in zip(starts, (q, k), ("q", "kv"), strict=True):
+            tokens = tensor.shape[0] * self.share.ranks
+            begins = one.tolist()
+            fits = begins[0] == 0 and begins[-1] == tokens
+            if not fits or any(begin % parts for begin in begins):
+                message = (
+                    f"{self._name}: under context parallelism a rank has {1 + self.is_balanced} of {parts} chunks of "
+                    f"each sequence; cu_seqlens_{side} (cu_seqlens_{side}_padded, if there is padding) must hold "
+                    f"multiples of {parts}, from 0 to the {tokens} tokens of all ranks, got {begins}"
+                )
+                raise ShapeError(message)
+        if scores.rule.right == 0 and not all(
+            torch.equal(*pair) for pair in (starts, [packing.ends for packing in packings])
+        ):
+            message = (
+                f"{self._name}: a causal mask under context parallelism needs the same sequences of queries and of "
+                "keys, got other cu_seqlens_kv than cu_seqlens_q"
+            )
+            raise ShapeError(message)
+
+    def _check_scores(self, heads: int, groups: int, scores: Scores) -> None:
+        rule, name = scores.rule, self._name
         refused = {
-            "a mask type with padding": rule.is_padded,
             "attn_mask_type='arbitrary'": rule.kind == "arbitrary",
             "a core_attention_bias": scores.bias.kind != "no_bias",
         }
@@ -136,22 +260,18 @@ class ContextRanks:
                 message = f"{name}: context parallelism takes {what} with cp_comm_type='a2a' alone"
                 raise UnsupportedError(message)
         ranks = _size_of(self.exchanging)
-        if q.shape[1] % ranks or k.shape[1] % ranks:
+        if heads % ranks or groups % ranks:
             message = (
                 f"{name}: the {ranks} ranks that exchange heads need a multiple of {ranks} heads and groups, got "
-                f"{q.shape[1]} and {k.shape[1]}; use cp_comm_type='p2p'"
+                f"{heads} and {groups}; use cp_comm_type='p2p'"
             )
             raise ShapeError(message)
-        if self.is_balanced and (q.shape[2] % 2 or k.shape[2] % 2):
+
+    def _check_causal(self, queries: int, keys: int, scores: Scores) -> None:
+        if scores.rule.right == 0 and queries != keys:
             message = (
-                f"{name}: under context parallelism a rank has two chunks of each sequence, got {q.shape[2]} queries "
-                f"and {k.shape[2]} keys; pad sequences to a multiple of {2 * self.share.ranks} tokens"
-            )
-            raise ShapeError(message)
-        if rule.right == 0 and q.shape[2] != k.shape[2]:
-            message = (
-                f"{name}: a causal mask under context parallelism needs as many queries as keys, got {q.shape[2]} and "
-                f"{k.shape[2]}"
+                f"{self._name}: a causal mask under context parallelism needs as many queries as keys, got {queries} "
+                f"and {keys}"
             )
             raise ShapeError(message)
 
@@ -213,11 +333,30 @@ def ranks_of(
 
 
 class _Exchange(NamedTuple):
-    """An exchange of heads for tokens: the ranks, whether each has two chunks, and the layer's name."""
+    """An exchange of heads for tokens.
+
+    Attributes
+    ----------
+    group : torch.distributed.ProcessGroup
+        The ranks.
+    is_balanced : bool
+        Whether each has two chunks of a sequence.
+    name : str
+        Name of the layer.
+    order, back : torch.Tensor, optional
+        For packed sequences, the rows of their tokens among those of rank after rank, and the reverse.
+    """
 
     group: Any
     is_balanced: bool
     name: str
+    order: torch.Tensor | None = None
+    back: torch.Tensor | None = None
+
+    def of_packed(self, order: torch.Tensor) -> _Exchange:
+        """Return an exchange of the tokens of packed sequences."""
+        places = torch.arange(len(order), device=order.device)
+        return self._replace(order=order, back=torch.empty_like(order).index_copy(0, order, places))
 
     def run(self, sent: torch.Tensor) -> torch.Tensor:
         """Send each rank its part along the first dimension."""
@@ -230,6 +369,9 @@ class _Exchange(NamedTuple):
         """Take all tokens of some heads for some tokens of all heads: ``(batch, heads, tokens, d)``."""
         ranks, chunks = _size_of(self.group), 1 + self.is_balanced
         parts = heads.unflatten(1, (ranks, -1)).movedim(1, 0)
+        if self.order is not None:
+            rows = self.run(parts.contiguous()).permute(1, 2, 0, 3, 4).flatten(2, 3)
+            return rows.index_select(2, self.order)
         received = self.run(parts.unflatten(-2, (chunks, -1)).contiguous()).movedim(0, 2)
         batch, count, *_, length, d = received.shape
         tokens = received.new_empty(batch, count, chunks * ranks, length, d)
@@ -241,6 +383,10 @@ class _Exchange(NamedTuple):
     def to_heads(self, tokens: torch.Tensor) -> torch.Tensor:
         """Do the reverse; the result lies as ``(batch, tokens, heads, d)``."""
         ranks, chunks = _size_of(self.group), 1 + self.is_balanced
+        if self.back is not None:
+            count = tokens.shape[2] // ranks
+            rows = tokens.index_select(2, self.back).unflatten(2, (ranks, count))
+            return self.run(rows.movedim(2, 0).contiguous()).movedim(0, 1).flatten(1, 2)
         parts = tokens.unflatten(2, (chunks * ranks, -1)).movedim(2, 0)
         sent = parts.new_empty(ranks, chunks, *parts.shape[1:])
         sent[:, 0] = parts[:ranks]
@@ -264,11 +410,12 @@ class _Exchanged(torch.autograd.Function):
 
 
 def _to_tokens(
-    heads: tuple[torch.Tensor, ...], ranks: int, how: _Exchange
+    heads: tuple[torch.Tensor, ...], ranks: int, ways: tuple[_Exchange, ...]
 ) -> tuple[torch.Tensor, ...]:
-    """Exchange queries, keys and values by one collective, if their heads have equal sizes."""
-    if len({tensor.shape[2:] for tensor in heads}) > 1:
-        return tuple([_Exchanged.apply(tensor, how, True) for tensor in heads])
+    """Exchange queries, keys and values by one collective, if their tokens and channels are alike."""
+    how = ways[0]
+    if len({tensor.shape[2:] for tensor in heads}) > 1 or any(way is not how for way in ways):
+        return tuple([_Exchanged.apply(*one, True) for one in zip(heads, ways, strict=True)])
     of_ranks = [tensor.unflatten(1, (ranks, -1)) for tensor in heads]
     tokens = _Exchanged.apply(torch.cat(of_ranks, 2).flatten(1, 2), how, True)
     parts: tuple[torch.Tensor, ...] = tokens.split([part.shape[2] for part in of_ranks], 1)

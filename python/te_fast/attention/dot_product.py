@@ -27,6 +27,7 @@ from te_fast.attention.arguments import (
 )
 from te_fast.attention.context import ranks_of
 from te_fast.attention.inference import InferenceParams, check_caches
+from te_fast.attention.packed import Packing, attend_packed, pack, unpack
 from te_fast.attention.rules import (
     BIAS_TYPES,
     DISPATCHES,
@@ -40,7 +41,7 @@ from te_fast.attention.rules import (
     rule_of,
     sizes_of,
 )
-from te_fast.attention.scores import Bias, Packing, Scores
+from te_fast.attention.scores import Bias, Scores
 from te_fast.errors import DtypeError, ShapeError, StateError, UnsupportedError
 from te_fast.graphs.refusal import refusal
 from te_fast.graphs.region import entered, key_of_region
@@ -290,7 +291,11 @@ class DotProductAttention(TransformerEngineBaseModule):
         cp_comm_type: str = "p2p",
         load_balancing_strategy: CPLoadBalancingStrategy = CPLoadBalancingStrategy.DUAL_CHUNK_SWAP,
     ) -> None:
-        """Set the ranks that share the tokens of sequences (context parallelism), in dense formats.
+        """Set the ranks that share the tokens of sequences (context parallelism).
+
+        In ``thd``, a rank has its chunks of the first sequence, of the second one, and so on. Cumulative lengths and
+        starts are those of whole sequences, and the length of each, with the padding behind it, is a multiple of the
+        number of chunks.
 
         Parameters
         ----------
@@ -526,7 +531,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         cap = checked_cap(self, self.softcap if softcap is None else softcap)
         how = Scores(rule, self.softmax_scale, dropout, bias, sink=self.softmax_offset, softcap=cap)
         if self._context is not None:
-            self._refuse_with_ranks(fmt, inference_params)
+            self._refuse_with_ranks(inference_params)
         if inference_params is not None:
             check_caches(self.name, inference_params)
             return self._with_cache(heads, how, fmt, lengths, inference_params)
@@ -563,10 +568,9 @@ class DotProductAttention(TransformerEngineBaseModule):
         check_bias(self, tensor, slopes, q.shape[-2])
         return Bias(kind, tensor, slopes)
 
-    def _refuse_with_ranks(self, fmt: str, inference_params: InferenceParams | None) -> None:
+    def _refuse_with_ranks(self, inference_params: InferenceParams | None) -> None:
         """Raise for what ranks that share the tokens of sequences do not compute."""
         refused = {
-            "qkv_format='thd'": fmt == "thd",
             "inference_params": inference_params is not None,
             "return_max_logit=True": self.return_max_logit,
         }
@@ -602,7 +606,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             how = how.of(kept=self._kept(q, k, mask, lengths))
         elif how.rule.kind == "arbitrary":
             how = how.of(masked=self._masked(mask))
-        check_scores(self, q, k, how)
+        check_scores(self, (*q.shape[:3], k.shape[2]), q.device, how)
         if self._context is not None:
             self._context.check(q, k, how)
         y = self._run(q, k, v, how, recomputes=recomputes)
@@ -643,14 +647,15 @@ class DotProductAttention(TransformerEngineBaseModule):
         packings: tuple[Packing, Packing] | None = None,
     ) -> torch.Tensor:
         """Attend, under the tracker of random numbers and with the kernels that are chosen."""
+        context = self._context
+        may_pack = self._kernels[0]  # torch's kernel for packed sequences is flash attention
 
         def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             with self._forked(how.dropout), self._restricted(q):
-                if self._context is not None:
-                    return self._context.attend(q, k, v, how)
                 if packings is not None:
-                    return core.attend_packed(q, k, v, packings, how)
-                return core.attend(q, k, v, how)
+                    run = attend_packed if context is None else context.attend_packed
+                    return run(q, k, v, packings, how, may_use_kernel=may_pack)
+                return (core if context is None else context).attend(q, k, v, how)
 
         if recomputes and torch.is_grad_enabled():
             tracker = self.get_rng_state_tracker
@@ -676,12 +681,13 @@ class DotProductAttention(TransformerEngineBaseModule):
         if not how.rule.is_padded:
             message = f"{self.name}: qkv_format='thd' needs a mask type with padding, got {how.rule.kind!r}"
             raise ShapeError(message)
+        ranks = 1 if self._context is None else self._context.share.ranks
         found = []
         for side, tensor, ends, starts, longest in (
             ("q", heads[0], lengths.q, lengths.q_starts, lengths.longest_q),
             ("kv", heads[1], lengths.kv, lengths.kv_starts, lengths.longest_kv),
         ):
-            check_packing(self, side, tensor, (ends, starts, longest))
+            check_packing(self, side, tensor, (ends, starts, longest), ranks)
             assert ends is not None
             if longest is None:
                 longest = int(ends.diff().max()) if ends.numel() > 1 else 0
@@ -697,22 +703,16 @@ class DotProductAttention(TransformerEngineBaseModule):
     def _merged_packed(self, heads: Any, how: Scores, lengths: Lengths, *, recomputes: bool) -> Any:
         q, k, v = heads
         packings = self._packings(heads, how, lengths)
-        has_gaps = any(packing.ends is not packing.starts for packing in packings)
-        is_self = packings[0].ends is packings[1].ends
-        if (
-            not has_gaps
-            and all(self._kernels)
-            and not self.return_max_logit
-            and not core.varlen_problem(q, v, how, is_self=is_self)
-        ):
-            return self._run(q, k, v, how, recomputes=recomputes, packings=packings).flatten(1)
-        dense_q, kept_q = core.unpack(q, packings[0])
-        (dense_k, kept_k), (dense_v, _) = (core.unpack(tensor, packings[1]) for tensor in (k, v))
-        how = how.of(kept=Kept(kept_q, kept_k))
-        check_scores(self, dense_q, dense_k, how)
-        y = self._run(dense_q, dense_k, dense_v, how, recomputes=recomputes)
-        merged = core.pack(y, packings[0], q.shape[0]).flatten(1)
-        return (merged, core.max_logits(dense_q, dense_k, how)) if self.return_max_logit else merged
+        of_q, of_k = packings
+        sizes = (of_q.ends.numel() - 1, q.shape[1], of_q.longest, of_k.longest)
+        check_scores(self, sizes, q.device, how)
+        if self._context is not None:
+            self._context.check_packed(q, k, packings, how)
+        merged = self._run(q, k, v, how, recomputes=recomputes, packings=packings).flatten(1)
+        if not self.return_max_logit:
+            return merged
+        (dense_q, kept_q), (dense_k, kept_k) = unpack(q, of_q), unpack(k, of_k)
+        return merged, core.max_logits(dense_q, dense_k, how.of(kept=Kept(kept_q, kept_k)))
 
     # Inference ------------------------------------------------------------------------------------
 
@@ -755,15 +755,15 @@ class DotProductAttention(TransformerEngineBaseModule):
         if fmt == "thd":
             size = lengths.longest_q if params.max_ctx_len is None else params.max_ctx_len
             packing = Packing(ends_q[: batch + 1], ends_q[: batch + 1], int(size or q.shape[0]))
-            dense_q, kept_q = core.unpack(q, packing)
+            dense_q, kept_q = unpack(q, packing)
         else:
             dense_q = q.permute((1, 2, 0, 3) if fmt == "sbhd" else (0, 2, 1, 3))
             kept_q = kept_of_lengths(ends_q[: batch + 1], dense_q.shape[2])
         how = how.of(rule=rule, kept=Kept(kept_q, kept_kv))
-        check_scores(self, dense_q, keys, how)
+        check_scores(self, (*dense_q.shape[:3], keys.shape[2]), q.device, how)
         y = self._run(dense_q, keys, values, how)
         if fmt == "thd":
-            merged = core.pack(y, packing, q.shape[0]).flatten(1)
+            merged = pack(y, packing, q.shape[0]).flatten(1)
         else:
             merged = y.permute((2, 0, 1, 3) if fmt == "sbhd" else (0, 2, 1, 3)).flatten(2)
         return (merged, core.max_logits(dense_q, keys, how)) if self.return_max_logit else merged

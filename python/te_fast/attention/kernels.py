@@ -34,13 +34,14 @@ class Kernel(NamedTuple):
     backward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
-def _takes(op: str, names: str) -> Any:
-    """Return an operator of torch; None if this torch has none with these arguments."""
+def _takes(op: str, names: str, *, is_all: bool = True) -> Any:
+    """Return an operator of torch; None if it does not have these arguments, all or as its first ones."""
     packet = getattr(_ATEN, op, None)
     found = getattr(packet, "default", None)
-    if found is None or [argument.name for argument in found._schema.arguments] != names.split():
+    if found is None:
         return None
-    return found
+    known, wanted = [argument.name for argument in found._schema.arguments], names.split()
+    return found if known[: None if is_all else len(wanted)] == wanted else None
 
 
 @cache
@@ -120,6 +121,52 @@ def _cudnn() -> Kernel | None:
         )
 
     return Kernel(forward, backward)
+
+
+class PackedKernel(NamedTuple):
+    """A kernel for packed sequences.
+
+    Attributes
+    ----------
+    forward : Callable
+        Takes queries, keys and values ``(tokens, heads, d)``, the cumulative lengths of queries and of keys, the
+        longest lengths, whether attention is causal, and the scale. Returns the result, the logarithms of the sums
+        ``(heads, tokens)``, and other tensors that backward reads.
+    backward : Callable
+        Takes the result's gradient, queries, keys, values, result, sums, other tensors, and what forward takes behind
+        the values. Returns the gradients of queries, keys and values.
+    """
+
+    forward: Callable[..., tuple[torch.Tensor, torch.Tensor, Tensors]]
+    backward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+
+@cache
+def packed_flash() -> PackedKernel | None:
+    """Return flash attention for packed sequences; None if this torch has none that is known."""
+    op = "_flash_attention_forward"
+    names = (
+        "query key value cum_seq_q cum_seq_k max_q max_k dropout_p is_causal return_debug_mask scale window_size_left "
+        "window_size_right"
+    )
+    run = _takes(op, names, is_all=False)
+    names = (
+        "grad_out query key value out logsumexp cum_seq_q cum_seq_k max_q max_k dropout_p is_causal rng_state unused "
+        "scale window_size_left window_size_right"
+    )
+    differentiate = _takes("_flash_attention_backward", names)
+    if run is None or differentiate is None:
+        return None
+
+    def forward(q: Any, k: Any, v: Any, ends: Any, longest: Any, causal: bool, scale: float) -> Any:
+        out, sums, *others, _mask = run(q, k, v, *ends, *longest, 0.0, causal, False, scale=scale)
+        return out, sums, tuple(others)
+
+    def backward(*given: Any) -> Any:
+        *tensors, others, ends, longest, causal, scale = given
+        return differentiate(*tensors, *ends, *longest, 0.0, causal, *others, scale=scale)
+
+    return PackedKernel(forward, backward)
 
 
 #: The kernels by torch's numbers of them (`torch.nn.attention.SDPBackend`), on a GPU.

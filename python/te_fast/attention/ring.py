@@ -1,8 +1,7 @@
 """Attention of ranks that share the tokens of sequences: each attends to all keys, by parts that are merged.
 
 Keys and values travel around a ring of ranks, or are gathered at once. Queries attend to one part of the keys after the
-other. Each part's kernel also returns the logarithm of the sum of its exponentials, by which results are merged
-(https://arxiv.org/abs/2310.01889). With the merged result and sum, the kernels' backward gives each part's gradients.
+other, and results are merged (:mod:`te_fast.attention.parts`).
 """
 
 from __future__ import annotations
@@ -12,7 +11,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from te_fast.attention.kernels import ON_GPUS, ON_THE_HOST, Kernel
+from te_fast.attention.packed import Packing
+from te_fast.attention.packed_shares import PackedShare
+from te_fast.attention.parts import (
+    How,
+    Left,
+    Rows,
+    attend_part,
+    differentiate_part,
+    merge_part,
+)
 from te_fast.ops.common import autocast_dtype
 from te_fast.runtime.collectives import (
     gather_of,
@@ -22,6 +30,8 @@ from te_fast.runtime.collectives import (
     reduce_scatter_of,
 )
 from te_fast.runtime.second_order import differentiable_once
+
+ALL = slice(None)
 
 
 class Ring(NamedTuple):
@@ -42,6 +52,11 @@ class Ring(NamedTuple):
         Factor of the products of queries and keys.
     name : str
         Name of the layer.
+    packed : tuple of PackedShare, optional
+        Where the tokens of packed sequences lie, of queries and of keys. Their tensors have a batch of one, in which
+        these sequences follow each other.
+    may_pack : bool
+        Whether torch's kernel for packed sequences may be used.
     """
 
     group: Any
@@ -50,117 +65,71 @@ class Ring(NamedTuple):
     is_causal: bool
     scale: float
     name: str
+    packed: tuple[PackedShare, PackedShare] | None = None
+    may_pack: bool = True
 
 
 class _Piece(NamedTuple):
-    """Keys of several ranks that queries of this one attend to: ranks, first query, number of a rank's keys."""
+    """Keys of some ranks that queries of this one attend to.
 
-    begin: int
-    end: int
-    first_query: int
-    keys: int
-    is_causal: bool
+    Attributes
+    ----------
+    sources : range
+        These ranks.
+    queries, keys : slice or torch.Tensor
+        Which of this rank's queries, and which of the keys of each source.
+    how : How
+        How these queries attend to these keys.
+    """
+
+    sources: range
+    queries: Rows
+    keys: Rows
+    how: How
 
 
 def _pieces_of(ring: Ring, queries: int, keys: int) -> list[_Piece]:
     """Return the pieces of this rank; the first one has all queries."""
     rank, ranks = get_distributed_rank(ring.group), get_distributed_world_size(ring.group)
+    if ring.packed is not None:
+        return list(_packed_pieces(ring, *ring.packed))
+    whole = How(False, ring.scale)
     if not ring.is_causal:
-        return [_Piece(0, ranks, 0, keys, False)]
-    half = keys // 2
-    pieces = [_Piece(rank, rank + 1, 0, keys, True)]
+        return [_Piece(range(ranks), ALL, ALL, whole)]
+    pieces = [_Piece(range(rank, rank + 1), ALL, ALL, How(True, ring.scale))]
     if rank > 0:
         # Of two chunks a rank, all later ranks see the first one only.
-        pieces.append(_Piece(0, rank, 0, half if ring.is_balanced else keys, False))
+        seen = slice(keys // 2) if ring.is_balanced else ALL
+        pieces.append(_Piece(range(rank), ALL, seen, whole))
     if ring.is_balanced and rank + 1 < ranks:
-        pieces.append(_Piece(rank + 1, ranks, queries // 2, keys, False))
+        pieces.append(_Piece(range(rank + 1, ranks), slice(queries // 2, None), ALL, whole))
     return pieces
 
 
-# Parts ----------------------------------------------------------------------------------------------
+def _packed_pieces(ring: Ring, of_q: PackedShare, of_k: PackedShare) -> Iterator[_Piece]:
+    """Yield a piece for each rank whose keys this rank attends to, beginning with its own."""
+    rank, ranks = get_distributed_rank(ring.group), get_distributed_world_size(ring.group)
+    first, second = (0, 1) if ring.is_balanced else (None, None)
+    parts: dict[Any, tuple[Rows, Packing]] = {}
 
+    def part(share: PackedShare, rank: int, chunk: int | None) -> tuple[Rows, Packing]:
+        # Without padding, all ranks' tokens lie alike.
+        key = (share is of_q, None if share.lengths is None else rank, chunk)
+        if key not in parts:
+            parts[key] = share.part(rank, chunk)
+        return parts[key]
 
-class _Left(NamedTuple):
-    """What a part's backward takes beside merged tensors: kernel, shape of its sums, other tensors and sizes."""
-
-    kernel: Kernel | None
-    shape: tuple[int, ...]
-    others: tuple[Any, ...]
-    sizes: tuple[Any, ...]
-
-
-def _chosen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool) -> Kernel | None:
-    """Return the kernel that torch chooses; None if that returns no sums, so that plain products do it."""
-    if q.is_cuda and (q.shape[-1] % 8 or v.shape[-1] % 8):
-        return None  # torch pads channels
-    q, k, v = (tensor.detach().requires_grad_() for tensor in (q, k, v))
-    grouped = q.shape[1] != k.shape[1]
-    number = torch._fused_sdp_choice(q, k, v, is_causal=is_causal, enable_gqa=grouped)
-    kernel = (ON_GPUS if q.is_cuda else ON_THE_HOST).get(number)
-    return None if kernel is None else kernel()
-
-
-def _attend(q: Any, k: Any, v: Any, is_causal: bool, scale: float) -> tuple[Any, Any, _Left]:
-    """Return result, logarithms of the sums ``(batch, heads, queries)``, and what backward takes."""
-    kernel = _chosen(q, k, v, is_causal)
-    if kernel is None:
-        out, sums = _plain(q, k, v, is_causal, scale)
-        return out, sums, _Left(None, sums.shape, (), ())
-    out, (sums, *others), sizes = kernel.forward(q, k, v, 0.0, is_causal, scale, True)
-    assert sums is not None
-    return out, sums.reshape(q.shape[:3]), _Left(kernel, sums.shape, tuple(others), sizes)
-
-
-def _differentiate(
-    grad: Any, q: Any, k: Any, v: Any, out: Any, sums: Any, left: _Left, how: tuple[bool, float]
-) -> Any:
-    """Return the gradients of a part's queries, keys and values; `out` and `sums` are those of all parts."""
-    if left.kernel is None:
-        return _plain_backward(grad, q, k, v, out, sums, *how)
-    others = (sums.contiguous().view(left.shape), *left.others)
-    return left.kernel.backward(grad, q, k, v, out, others, left.sizes, 0.0, *how)
-
-
-def _scores(q: Any, k: Any, is_causal: bool, scale: float) -> torch.Tensor:
-    scores: torch.Tensor = q @ k.transpose(-1, -2) * scale
-    if is_causal:
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(later, float("-inf"))
-    return scores
-
-
-def _widened(q: Any, *others: Any) -> list[torch.Tensor]:
-    """Return tensors in FP32 at least; keys and values with as many heads as queries."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    repeated = [other.repeat_interleave(q.shape[1] // other.shape[1], 1) for other in others]
-    return [tensor.to(wide) for tensor in (q, *repeated)]
-
-
-def _plain(q: Any, k: Any, v: Any, is_causal: bool, scale: float) -> tuple[Any, Any]:
-    wide_q, wide_k, wide_v = _widened(q, k, v)
-    scores = _scores(wide_q, wide_k, is_causal, scale)
-    return scores.softmax(-1) @ wide_v, scores.logsumexp(-1)
-
-
-def _plain_backward(
-    grad: Any, q: Any, k: Any, v: Any, out: Any, sums: Any, is_causal: bool, scale: float
-) -> Any:
-    groups, (wide_q, wide_k, wide_v) = k.shape[1], _widened(q, k, v)
-    grad, out = grad.to(wide_q.dtype), out.to(wide_q.dtype)
-    weights = (_scores(wide_q, wide_k, is_causal, scale) - sums[..., None]).exp()
-    of_weights = grad @ wide_v.transpose(-1, -2) - (grad * out).sum(-1, keepdim=True)
-    of_scores = weights * of_weights * scale
-    of_kv = of_scores.transpose(-1, -2) @ wide_q, weights.transpose(-1, -2) @ grad
-    of_k, of_v = (one.unflatten(1, (groups, -1)).sum(2) for one in of_kv)
-    return of_scores @ wide_k, of_k, of_v
-
-
-def _merge(out: torch.Tensor, sums: torch.Tensor, part: Any, of_part: Any) -> None:
-    """Add a part to the result and the sums of former parts."""
-    merged = torch.logaddexp(sums, of_part)
-    out.mul_((sums - merged).exp_()[..., None])
-    out.add_(part * (of_part - merged).exp_()[..., None])
-    sums.copy_(merged)
+    for step in range(ranks):
+        source = (rank - step) % ranks
+        is_later = ring.is_causal and source > rank
+        if is_later and not ring.is_balanced:
+            continue
+        is_earlier = ring.is_causal and source < rank
+        queries, of_queries = part(of_q, rank, second if is_later else None)
+        keys, of_keys = part(of_k, source, first if is_earlier else None)
+        is_causal = ring.is_causal and source == rank
+        how = How(is_causal, ring.scale, (of_queries, of_keys), ring.may_pack)
+        yield _Piece(range(source, source + 1), queries, keys, how)
 
 
 # Travel ---------------------------------------------------------------------------------------------
@@ -221,7 +190,7 @@ def _gathered(ring: Ring, own: _Packed) -> _Packed:
 
 def _keys_of(tensor: torch.Tensor, piece: _Piece) -> torch.Tensor:
     """Return a piece's keys, of the gathered ones of all ranks: ``(batch, heads, keys of the piece, channels)``."""
-    chosen = tensor[piece.begin : piece.end, ..., : piece.keys, :]
+    chosen = tensor[piece.sources.start : piece.sources.stop, ..., piece.keys, :]
     return chosen.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
 
@@ -238,21 +207,23 @@ class _Attention(torch.autograd.Function):
             ctx.save_for_backward(q, k, v)
             return q.new_zeros(*q.shape[:3], v.shape[3])
         total: list[torch.Tensor] = []
-        left: list[_Left] = []
+        left: list[Left] = []
 
         def attend(piece: _Piece, keys: torch.Tensor, values: torch.Tensor) -> None:
-            own = q[:, :, piece.first_query :]
-            out, sums, others = _attend(own, keys, values, piece.is_causal, ring.scale)
+            own = q[:, :, piece.queries]
+            out, sums, others = attend_part(own, keys, values, piece.how)
             left.append(others)
-            if not total:
-                wide = torch.promote_types(out.dtype, torch.float32)
-                total.extend((out.to(wide, copy=True), sums.to(wide, copy=True)))
+            if total:
+                merge_part(total, piece.queries, (out, sums))
                 return
-            former, sum_of_former = (tensor[:, :, piece.first_query :] for tensor in total)
-            _merge(former, sum_of_former, out, sums)
+            wide = torch.promote_types(out.dtype, torch.float32)
+            total.extend([_placed(one, piece.queries, wide) for one in (out, sums)])
 
-        _visit(ring, q, k, v, attend)
+        ctx.pieces = _pieces_of(ring, q.shape[2], k.shape[2])
+        _visit(ring, ctx.pieces, _Packed.of(k, v), attend)
+        ctx.padding = _padding_of(ring)
         out, sums = total[0].to(q.dtype), total[1]
+        _set_to_zero(out, ctx.padding[0])
         ctx.save_for_backward(q, k, v, out, sums)
         ctx.left = left
         return out
@@ -270,22 +241,49 @@ class _Attention(torch.autograd.Function):
         of_q = torch.zeros(q.shape, dtype=wide, device=q.device)
 
         def differentiate(piece: _Piece, keys: torch.Tensor, values: torch.Tensor) -> Any:
-            first = piece.first_query
-            g, own, y, total = (tensor[:, :, first:] for tensor in (grad, q, out, sums))
-            how = piece.is_causal, ring.scale
-            of_own, of_keys, of_values = _differentiate(
-                g, own, keys, values, y, total, next(left), how
-            )
-            of_q[:, :, first:] += of_own
+            g, own, y, total = (tensor[:, :, piece.queries] for tensor in (grad, q, out, sums))
+            tensors = own, keys, values, y, total
+            of_own, of_keys, of_values = differentiate_part(g, tensors, next(left), piece.how)
+            _add(of_q, piece.queries, of_own)
             return of_keys, of_values
 
-        of_k, of_v = _visit_back(ring, q, k, v, differentiate)
-        return of_q.to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype), None
+        of_k, of_v = _visit_back(ring, ctx.pieces, _Packed.of(k, v), differentiate)
+        padding_of_q, padding_of_k = ctx.padding
+        found = []
+        for grads, given in ((of_q, q), (of_k, k), (of_v, v)):
+            narrow = grads.to(given.dtype)
+            _set_to_zero(narrow, padding_of_q if given is q else padding_of_k)
+            found.append(narrow)
+        return *found, None
 
 
-def _visit(ring: Ring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attend: Any) -> None:
+def _placed(part: torch.Tensor, rows: Rows, dtype: torch.dtype) -> torch.Tensor:
+    """Return a copy of a part of all tokens, in the order of tokens."""
+    part = part.to(dtype, copy=True)
+    return part if isinstance(rows, slice) else torch.empty_like(part).index_copy_(2, rows, part)
+
+
+def _padding_of(ring: Ring) -> tuple[torch.Tensor | None, ...]:
+    """Return which queries and which keys of this rank belong to no sequence."""
+    rank = get_distributed_rank(ring.group)
+    return tuple([share.is_padding(rank) for share in ring.packed or ()]) or (None, None)
+
+
+def _set_to_zero(rows: torch.Tensor, padding: torch.Tensor | None) -> None:
+    if padding is not None:
+        rows.masked_fill_(padding[:, None], 0.0)
+
+
+def _add(total: torch.Tensor, rows: Rows, part: torch.Tensor) -> None:
+    """Add to some tokens; an index has each of them once."""
+    if isinstance(rows, slice):
+        total[..., rows, :].add_(part)
+    else:
+        total.index_add_(-2, rows, part.to(total.dtype))
+
+
+def _visit(ring: Ring, pieces: list[_Piece], own: _Packed, attend: Any) -> None:
     """Call a function for each piece with its keys and values."""
-    pieces, own = _pieces_of(ring, q.shape[2], k.shape[2]), _Packed.of(k, v)
     if ring.gathers:
         keys, values = _gathered(ring, own).both()
         for piece in pieces:
@@ -304,17 +302,16 @@ def _by_travel(
     for step in range(ranks):
         travel = _Travel(ring, own.memory) if step + 1 < ranks else None
         source = (rank - step) % ranks
-        found = next((piece for piece in pieces if piece.begin <= source < piece.end), None)
-        yield found, [tensor[:, :, : found.keys] for tensor in own.both()] if found else []
+        found = next((piece for piece in pieces if source in piece.sources), None)
+        yield found, [tensor[:, :, found.keys] for tensor in own.both()] if found else []
         if travel is not None:
             own = own.like(travel.wait())
 
 
 def _visit_back(
-    ring: Ring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, differentiate: Any
+    ring: Ring, pieces: list[_Piece], own: _Packed, differentiate: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Call a function for each piece in the same order; return the gradients of this rank's keys and values."""
-    pieces, own = _pieces_of(ring, q.shape[2], k.shape[2]), _Packed.of(k, v)
     visit = _back_from_gathered if ring.gathers else _back_by_travel
     return visit(ring, pieces, own, differentiate).both()
 
@@ -332,8 +329,8 @@ def _back_from_gathered(
     for piece in pieces:
         given = [_keys_of(tensor, piece) for tensor in whole.both()]
         for grad, found in zip(grads.both(), differentiate(piece, *given), strict=True):
-            place = grad[piece.begin : piece.end, ..., : piece.keys, :]
-            place += found.unflatten(2, (-1, piece.keys)).permute(2, 0, 1, 3, 4)
+            of_sources = found.unflatten(2, (len(piece.sources), -1)).permute(2, 0, 1, 3, 4)
+            _add(grad[piece.sources.start : piece.sources.stop], piece.keys, of_sources)
     with named(ring.name, "the reduction of the gradients of keys and values"):
         flat = grads.memory.flatten()
         mine, _ = reduce_scatter_of(len(grads.memory), flat, ring.group, async_op=False)
@@ -350,7 +347,8 @@ def _back_by_travel(ring: Ring, pieces: list[_Piece], own: _Packed, differentiat
         if step > 0:
             grads = own.like(torch.zeros_like(mine.memory) if back is None else back.wait())
         for grad, one in zip(grads.both(), found, strict=False):
-            grad[:, :, : one.shape[2]] += one
+            assert piece is not None
+            _add(grad, piece.keys, one)
         if step > 0:
             back = _Travel(ring, grads.memory)
     assert back is not None

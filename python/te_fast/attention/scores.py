@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -18,7 +16,6 @@ from te_fast.attention.rules import (
     alibi,
     allowed,
     default_slopes,
-    kept_of_lengths,
 )
 from te_fast.errors import UnsupportedError
 from te_fast.runtime.compiling import is_exporting, is_in_graph
@@ -240,92 +237,6 @@ def max_logits(q: torch.Tensor, k: torch.Tensor, scores: Scores) -> torch.Tensor
             part = part.masked_fill(~own, float("-inf"))
         found.append(part.amax())
     return torch.stack(found)
-
-
-class Packing(NamedTuple):
-    """Where sequences lie in packed rows: cumulative lengths, cumulative starts, the longest length."""
-
-    ends: torch.Tensor
-    starts: torch.Tensor
-    longest: int
-
-    def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the packed row of each position, and whether the position is real: ``(batch, longest)`` each."""
-        kept = kept_of_lengths(self.ends, self.longest)
-        rows = self.starts[:-1, None] + torch.arange(self.longest, device=self.ends.device)
-        return rows, kept
-
-
-def unpack(t: torch.Tensor, packing: Packing) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return packed rows ``(tokens, heads, d)`` as ``(batch, heads, longest, d)``, and which positions are real."""
-    rows, kept = packing.rows()
-    if t.shape[0] == 0:  # a row to read, through which the gradient of no tokens flows
-        t = torch.nn.functional.pad(t, (0, 0, 0, 0, 0, 1))
-    picked = t[torch.where(kept, rows, 0)]
-    # Padding must be finite: its weight is zero, but zero times NaN is NaN.
-    return picked.masked_fill(~kept[..., None, None], 0.0).transpose(1, 2), kept
-
-
-def pack(y: torch.Tensor, packing: Packing, tokens: int) -> torch.Tensor:
-    """Return ``(batch, heads, longest, d)`` as packed rows ``(tokens, heads, d)``; rows of no sequence are zero."""
-    rows, kept = packing.rows()
-    values = y.transpose(1, 2).flatten(0, 1)
-    out = values.new_zeros(tokens + 1, *values.shape[1:])
-    return out.index_copy(0, torch.where(kept, rows, tokens).flatten().long(), values)[:tokens]
-
-
-@cache
-def _varlen() -> tuple[Any, frozenset[str]]:
-    """Return torch's attention on packed sequences and its parameters; None before torch 2.10."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None, frozenset()
-    return varlen_attn, frozenset(inspect.signature(varlen_attn).parameters)
-
-
-def varlen_problem(q: torch.Tensor, v: torch.Tensor, scores: Scores, *, is_self: bool) -> str:
-    """Return why torch's kernel for packed sequences cannot be used; None if it can."""
-    rule = scores.rule
-    if not q.is_cuda or q.dtype not in (torch.float16, torch.bfloat16):
-        return "it is for 16 bits on the GPU"
-    is_extended = scores.sink is not None or scores.bias.kind != "no_bias" or scores.softcap != 0.0
-    if scores.dropout > 0.0 or is_extended:
-        return "it has no dropout, sinks, biases and caps"
-    if q.shape[-1] != v.shape[-1] or q.shape[-1] > 256 or q.shape[-1] % 8 != 0:
-        return "it has no such head sizes"
-    if rule.is_banded and not rule.bottom_right and not is_self:
-        return "its diagonal ends in the last query and key"
-    kernel, takes = _varlen()
-    has_window = rule.left >= 0 or rule.right > 0
-    if kernel is None or (has_window and "window_size" not in takes):
-        return "this torch has none, or none with windows"
-    if "scale" not in takes and abs(scores.scale * q.shape[-1] ** 0.5 - 1) > 1e-6:
-        return "this torch has none with another scale"
-    return ""
-
-
-def attend_packed(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    packings: tuple[Packing, Packing],
-    scores: Scores,
-) -> torch.Tensor:
-    """Attend within packed sequences by torch's kernel for them: ``(tokens, heads, d)`` each."""
-    rule, (of_q, of_k) = scores.rule, packings
-    repeats = q.shape[1] // k.shape[1]
-    kernel, takes = _varlen()
-    options: dict[str, Any] = {"scale": scores.scale} if "scale" in takes else {}
-    if "window_size" in takes:
-        options["window_size"] = (rule.left, rule.right)
-    else:
-        options["is_causal"] = rule.right == 0
-    if repeats != 1 and "enable_gqa" in takes:
-        options["enable_gqa"] = True
-    elif repeats != 1:
-        k, v = (tensor.repeat_interleave(repeats, dim=1) for tensor in (k, v))
-    return kernel(q, k, v, of_q.ends, of_k.ends, of_q.longest, of_k.longest, **options)
 
 
 def backends(chosen: tuple[bool, bool, bool], name: str) -> AbstractContextManager[Any]:

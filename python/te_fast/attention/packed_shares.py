@@ -1,0 +1,127 @@
+"""Which tokens of packed sequences each rank of context parallelism has.
+
+A rank has its chunks of the first sequence, of the second one, and so on. Chunks divide a sequence together with the
+padding behind it, so that all ranks have equally many tokens of each sequence.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from te_fast.attention.packed import Packing
+from te_fast.attention.parts import Rows
+
+
+class PackedShare(NamedTuple):
+    """The tokens of packed sequences on ranks that share them.
+
+    Attributes
+    ----------
+    begins : torch.Tensor
+        int32 ``(sequences + 1,)``: where sequences begin among the tokens of a rank, and where the last one ends.
+    lengths : torch.Tensor, optional
+        int32 ``(sequences,)``: lengths of whole sequences; None if there is no padding.
+    longest : int
+        No rank has more tokens of a sequence, not counting padding.
+    tokens : int
+        Tokens of a rank.
+    chunks : int
+        Chunks that a rank has of a sequence: 2 if work is balanced, else 1.
+    ranks : int
+        The ranks.
+    """
+
+    begins: torch.Tensor
+    lengths: torch.Tensor | None
+    longest: int
+    tokens: int
+    chunks: int
+    ranks: int
+
+    @classmethod
+    def of_both(
+        cls,
+        packings: tuple[Packing, Packing],
+        tokens: tuple[int, int],
+        ranks: int,
+        is_balanced: bool,
+    ) -> tuple[PackedShare, PackedShare]:
+        """Return the tokens of queries and of keys; one object if they are the same sequences."""
+        of_q, of_k = packings
+        found = cls.of(of_q, tokens[0], ranks, is_balanced=is_balanced)
+        if of_q.ends is of_k.ends and of_q.starts is of_k.starts and of_q.longest == of_k.longest:
+            return found, found
+        return found, cls.of(of_k, tokens[1], ranks, is_balanced=is_balanced)
+
+    @classmethod
+    def of(cls, packing: Packing, tokens: int, ranks: int, *, is_balanced: bool) -> PackedShare:
+        """Return the tokens of sequences that lie as `packing` says, if a rank has `tokens` of them."""
+        chunks = 1 + is_balanced
+        begins = torch.div(packing.starts, ranks, rounding_mode="floor")
+        if packing.has_gaps:  # without knowing the padding: one chunk may have all of a sequence
+            lengths, longest = packing.ends.diff(), packing.longest
+        else:
+            lengths, longest = None, -(-packing.longest // (ranks * chunks)) * chunks
+        return cls(begins, lengths, min(longest, tokens), tokens, chunks, ranks)
+
+    def part(self, rank: int, chunk: int | None = None) -> tuple[Rows, Packing]:
+        """Return the rows of a rank's tokens, or of those of one of its chunks, and how sequences lie in these rows.
+
+        Rows of padding are behind those of all sequences.
+        """
+        if self.lengths is None and chunk is None:
+            return slice(None), Packing(self.begins, self.begins, self.longest)
+        size = self._chunk_sizes()
+        taken = range(self.chunks) if chunk is None else (chunk,)
+        bounds = self.begins if len(taken) == self.chunks else self.begins // self.chunks
+        places = torch.arange(self.tokens * len(taken) // self.chunks, device=size.device)
+        sequence = torch.searchsorted(bounds[1:-1], places, right=True)
+        within = places - bounds[sequence]
+        rows = self.begins[sequence] + taken[0] * size[sequence] + within
+        longest = -(-self.longest * len(taken) // self.chunks)
+        if self.lengths is None:
+            return rows, Packing(bounds, bounds, longest)
+        real = sum(self._real_tokens(self.lengths, size, rank, one) for one in taken)
+        assert isinstance(real, torch.Tensor)
+        ends = torch.nn.functional.pad(real.cumsum(0, dtype=torch.int32), (1, 0))
+        order = torch.argsort(within >= real[sequence], stable=True)
+        return rows[order], Packing(ends, ends, self.longest)
+
+    def is_padding(self, rank: int) -> torch.Tensor | None:
+        """Return which of a rank's tokens are padding, ``(tokens,)``; None if there is none."""
+        if self.lengths is None:
+            return None
+        rows, packing = self.part(rank)
+        places = torch.arange(self.tokens, device=self.begins.device)
+        assert isinstance(rows, torch.Tensor)
+        found = torch.empty_like(places, dtype=torch.bool)
+        return found.index_copy_(0, rows, places >= packing.ends[-1])
+
+    def _chunk_sizes(self) -> torch.Tensor:
+        return self.begins.diff() // self.chunks
+
+    def _real_tokens(
+        self, lengths: torch.Tensor, size: torch.Tensor, rank: int, chunk: int
+    ) -> torch.Tensor:
+        """Return how many tokens of each sequence one chunk of a rank has."""
+        number = rank if chunk == 0 else 2 * self.ranks - 1 - rank
+        return (lengths - number * size).clamp(min=0).minimum(size)
+
+    def order_of(self, ranks: int) -> torch.Tensor:
+        """Return the rows of tokens in the order of sequences, among those that neighbouring ranks have in turn.
+
+        Parameters
+        ----------
+        ranks : int
+            Number of these ranks, whose first chunks, and second ones, follow each other in a sequence.
+        """
+        places = torch.arange(self.tokens * ranks, device=self.begins.device)
+        bounds = self.begins * ranks
+        sequence = torch.searchsorted(bounds[1:-1], places, right=True)
+        within, size = places - bounds[sequence], self._chunk_sizes()[sequence]
+        chunk = within // size
+        is_second = chunk >= ranks
+        rank = torch.where(is_second, 2 * ranks - 1 - chunk, chunk)
+        return rank * self.tokens + self.begins[sequence] + is_second * size + within % size
