@@ -55,7 +55,7 @@ def whole(groups=HEADS, *, dtype=torch.float32, value=D, tokens=S, seed=0):
     return [one.to(device(), dtype) for one in made]
 
 
-def expected(q, k, v, grad, *, is_causal=True, window=-1, cap=0.0, sink=None):
+def expected(q, k, v, grad, *, is_causal=True, window=-1, ahead=-1, cap=0.0, sink=None):
     """Result and gradients by the formulas of attention, in FP64."""
     own = [one.detach().double().requires_grad_() for one in (q, k, v)]
     wide_q, wide_k, wide_v = (one.transpose(1, 2) for one in own)
@@ -67,6 +67,8 @@ def expected(q, k, v, grad, *, is_causal=True, window=-1, cap=0.0, sink=None):
     seen = torch.ones_like(distance, dtype=torch.bool) if not is_causal else distance >= 0
     if window >= 0:
         seen &= distance <= window
+    if ahead >= 0:
+        seen &= distance >= -ahead
     scores = scores.masked_fill(~seen.to(scores.device), float("-inf"))
     if sink is not None:
         column = sink.double().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
@@ -158,48 +160,57 @@ def values_may_have_other_channels():
 
 
 @scene
-def an_exchange_of_heads_has_every_option():
+def ranks_with_whole_sequences_or_all_keys_have_every_option():
     sink = torch.linspace(-1.0, 2.0, HEADS, device=device())
-    for options, formulas in (
-        ({"window_size": (5, 0)}, {"window": 5}),
-        ({"softcap": 0.5}, {"cap": 0.5}),
-        ({"softmax_type": "off-by-one"}, {"sink": torch.zeros(HEADS, device=device())}),
-        ({"softmax_type": "learnable"}, {"sink": sink}),
+    around = {"attn_mask_type": "no_mask", "window_size": (3, 6)}
+    for way, strategy, (options, formulas) in product(
+        ("a2a", "all_gather"),
+        te.CPLoadBalancingStrategy,
+        (
+            ({"window_size": (5, 0)}, {"window": 5}),
+            (around, {"is_causal": False, "window": 3, "ahead": 6}),
+            ({"softcap": 0.5}, {"cap": 0.5}),
+            ({"softmax_type": "off-by-one"}, {"sink": torch.zeros(HEADS, device=device())}),
+            ({"softmax_type": "learnable"}, {"sink": sink}),
+        ),
     ):
-        layer = attention("a2a", device=device(), **options)
+        layer = attention(way, strategy=strategy, device=device(), **options)
         if options.get("softmax_type") == "learnable":
             with torch.no_grad():
                 layer.softmax_offset.copy_(sink)
-        check(layer, whole(), tokens_here(), 1e-5, str(options), **formulas)
+        what = f"{way} {strategy} {options}"
+        check(layer, whole(), tokens_here(strategy), 1e-5, what, **formulas)
 
 
 @scene
-def sinks_get_the_gradients_of_this_ranks_heads():
+def sinks_get_the_gradients_of_this_ranks_part():
     """The sum over ranks is the gradient of a layer that has whole sequences."""
-    layer = attention("a2a", device=device(), softmax_type="learnable")
     alone = te.DotProductAttention(
         HEADS, D, qkv_format="bshd", softmax_type="learnable", device=device()
     )
     *tensors, grad = whole()
     alone(*tensors).backward(grad.flatten(2))
-    run(layer, [*tensors, grad], tokens_here())
-    found = layer.softmax_offset.grad.clone()
-    dist.all_reduce(found)
-    assert torch.allclose(found, alone.softmax_offset.grad, rtol=1e-4, atol=1e-6)
+    for way in ("a2a", "all_gather"):
+        layer = attention(way, device=device(), softmax_type="learnable")
+        run(layer, [*tensors, grad], tokens_here())
+        found = layer.softmax_offset.grad.clone()
+        dist.all_reduce(found)
+        assert torch.allclose(found, alone.softmax_offset.grad, rtol=1e-4, atol=1e-6), way
 
 
 @scene
 def dropout_keeps_means():
-    layer = attention("a2a", attention_dropout=0.5)
     *tensors, _ = whole()
     here = tokens_here()
     own = [one[:, here] for one in tensors]
-    torch.manual_seed(0)
-    total = sum(layer(*own) for _ in range(400)) / 400
-    mean = attention("a2a")(*own)
-    assert (total - mean).norm() < 0.2 * mean.norm()
-    layer.eval()
-    assert torch.equal(layer(*own), mean)
+    for way in ("a2a", "all_gather"):
+        layer = attention(way, attention_dropout=0.5)
+        torch.manual_seed(0)
+        total = sum(layer(*own) for _ in range(400)) / 400
+        mean = attention(way)(*own)
+        assert (total - mean).norm() < 0.2 * mean.norm(), way
+        layer.eval()
+        assert torch.equal(layer(*own), mean), way
 
 
 @scene
@@ -492,6 +503,12 @@ def bad_packed_input():
     for layer, what in (
         (attention(window_size=(4, 0), **options), "window_size with cp_comm_type='a2a'"),
         (attention(return_max_logit=True, **options), "return_max_logit"),
+        (
+            attention(
+                "all_gather", **options | {"attn_mask_type": "padding", "window_size": (2, 2)}
+            ),
+            "behind a query of packed sequences with cp_comm_type='a2a' alone",
+        ),
     ):
         with raises(NotImplementedError, what):
             layer(*heads, **given)
@@ -505,13 +522,30 @@ def bad_packed_input():
 
 
 @scene
-def packed_exchanges_have_windows():
+def packed_sequences_have_every_option():
     _, size = rank_and_size()
-    lengths, sizes = [3 * size, 8 * size - 1], [4 * size, 8 * size]
-    tensors, starts = packed(lengths, sizes)
-    options = {"qkv_format": "thd", "attn_mask_type": "padding_causal", "window_size": (5, 0)}
-    given = (tensors, starts, lengths, rows_here(starts), 1e-5, "a2a")
-    check_packed(attention("a2a", **options), *given, window=5)
+    even = [4 * size, 0, 8 * size, 2 * size]
+    sink = torch.zeros(HEADS, device=device())
+    types = ((torch.float32, 1e-5), (torch.bfloat16, 1.5e-2))
+    sinks = {"softmax_type": "off-by-one", "device": device()}
+    for way, strategy, lengths, (options, formulas), (dtype, tolerance) in product(
+        ("a2a", "all_gather"),
+        te.CPLoadBalancingStrategy,
+        (even, [3 * size, 0, 7 * size - 1, 1]),
+        (
+            ({"window_size": (5, 0)}, {"window": 5}),
+            (sinks, {"sink": sink}),
+            (sinks | {"attn_mask_type": "padding"}, {"sink": sink, "is_causal": False}),
+            ({"softcap": 0.5}, {"cap": 0.5}),
+        ),
+        types,
+    ):
+        tensors, starts = packed(lengths, even, dtype=dtype)
+        given = {"qkv_format": "thd", "attn_mask_type": "padding_causal"} | options
+        layer = attention(way, strategy=strategy, **given)
+        what = f"{way} {strategy} {lengths} {options} {dtype}"
+        here = rows_here(starts, strategy)
+        check_packed(layer, tensors, starts, lengths, here, tolerance, what, **formulas)
 
 
 @scene
@@ -523,9 +557,9 @@ def bad_input():
         (attention(attn_mask_type="arbitrary"), {}, "arbitrary"),
         (attention(), {"core_attention_bias_type": "alibi"}, "core_attention_bias"),
         (attention(return_max_logit=True), {}, "return_max_logit"),
-        (attention(window_size=(4, 0)), {}, "window_size with cp_comm_type='a2a'"),
-        (attention(softcap=1.0), {}, "softcap with cp_comm_type='a2a'"),
-        (attention("all_gather", attention_dropout=0.1), {}, "attention_dropout with"),
+        (attention(window_size=(4, 0)), {}, "window_size with cp_comm_type='a2a' or 'all_gather'"),
+        (attention(softcap=1.0), {}, "softcap with cp_comm_type='a2a' or 'all_gather'"),
+        (attention(attention_dropout=0.1), {}, "attention_dropout with"),
         (attention(softmax_type="off-by-one", device=device()), {}, "softmax_type with"),
     ):
         mask = {"attention_mask": torch.zeros(B, 1, 1, len(here), dtype=torch.bool)}

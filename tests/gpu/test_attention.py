@@ -12,7 +12,7 @@ import te_fast
 import te_fast.pytorch as te
 from attention_reference import attend_one, attends
 from llama_like import Model, loss_of
-from te_fast.attention import packed
+from te_fast.attention import packed, scores, varlen
 
 pytestmark = [
     pytest.mark.gpu,
@@ -110,11 +110,11 @@ def test_every_mask_and_layout(dtype, kind, fmt, groups, d_v, window):
 
 
 def test_packed_sequences_take_torchs_kernel(monkeypatch):
-    if packed._varlen()[0] is None:
+    if varlen._varlen()[0] is None:
         pytest.skip("torch 2.10 or later")
     calls = []
-    kernel = packed._attend_by_kernel
-    monkeypatch.setattr(packed, "_attend_by_kernel", lambda *a: calls.append(1) or kernel(*a))
+    kernel = packed.attend_varlen
+    monkeypatch.setattr(packed, "attend_varlen", lambda *a: calls.append(1) or kernel(*a))
     layer = te.DotProductAttention(HEADS, D, qkv_format="thd", attn_mask_type="padding_causal")
     q, k, v = torch.randn(3, 48, HEADS, D, device="cuda", dtype=torch.bfloat16)
     ends = torch.tensor([0, 16, 48], device="cuda", dtype=torch.int32)
@@ -126,6 +126,38 @@ def test_packed_sequences_take_torchs_kernel(monkeypatch):
     given |= {"cu_seqlens_q": ends, "cu_seqlens_kv": ends}
     layer(q, k, v, **given, cu_seqlens_q_padded=starts, cu_seqlens_kv_padded=starts)
     assert calls == [1, 1]
+
+
+def test_windows_take_torchs_kernel(monkeypatch):
+    """Instead of a mask; also for keys that a query does not begin with, but not for what the kernel lacks."""
+    if "window_size" not in varlen._varlen()[1]:
+        pytest.skip("torch with windows in its kernel")
+    calls = []
+    kernel = scores.attend_varlen
+    monkeypatch.setattr(scores, "attend_varlen", lambda *a: calls.append(1) or kernel(*a))
+    q, k, v = torch.randn(3, 2, 48, HEADS, D, device="cuda", dtype=torch.bfloat16)
+    for kind, window, keys, used in (
+        ("causal", (7, 0), 48, 1),
+        ("no_mask", (7, 3), 48, 1),
+        ("causal_bottom_right", (7, 0), 40, 1),
+        ("causal", (7, 0), 40, 0),
+        ("causal", (-1, 0), 48, 0),
+    ):
+        calls.clear()
+        layer = te.DotProductAttention(
+            HEADS, D, qkv_format="bshd", attn_mask_type=kind, window_size=window
+        )
+        leaves = [one.detach().requires_grad_() for one in (q, k[:, -keys:], v[:, -keys:])]
+        out = layer(*leaves)
+        assert len(calls) == used, (kind, window, keys)
+        grad = torch.randn_like(out)
+        found = [out, *torch.autograd.grad(out, leaves, grad)]
+        for row in range(2):
+            wide = [one[row].detach().double().cpu().requires_grad_() for one in leaves]
+            y = attend_one(*wide, attends(kind, 48, keys, window), 1 / math.sqrt(D)).flatten(1)
+            want = [y, *torch.autograd.grad(y, wide, grad[row].double().cpu())]
+            for got, known in zip(found, want, strict=True):
+                assert relative(got[row], known) < BOUNDS[torch.bfloat16], (kind, window, keys)
 
 
 @pytest.mark.parametrize("kind", ["padding", "padding_causal", "padding_causal_bottom_right"])

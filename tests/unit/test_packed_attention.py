@@ -64,13 +64,12 @@ def kernel(monkeypatch):
     """Calls of the kernel: the rows of queries and of keys."""
     calls = []
 
-    def attend(q, k, v, packings, scores):
-        assert not any(packing.has_gaps for packing in packings)
+    def attend(q, k, v, ends, longest, scores):
+        assert all(max(one.diff()) <= most for one, most in zip(ends, longest, strict=True))
         calls.append((len(q), len(k)))
-        ends = [packing.ends for packing in packings]
         return KernelForRows.apply(q, k, v, ends, scores.rule.kind)
 
-    monkeypatch.setattr(packed, "_attend_by_kernel", attend)
+    monkeypatch.setattr(packed, "attend_varlen", attend)
     monkeypatch.setattr(packed, "varlen_problem", lambda *_, **__: "")
     return calls
 

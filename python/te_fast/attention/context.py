@@ -12,6 +12,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from te_fast.attention import scores as core
+from te_fast.attention.gathered import (
+    Gathering,
+    attend_packed_to_gathered,
+    attend_to_gathered,
+)
 from te_fast.attention.packed import Packing, attend_packed
 from te_fast.attention.packed_shares import PackedShare
 from te_fast.attention.ring import Ring, attend_in_ring
@@ -69,7 +74,13 @@ class ContextRanks:
         self.share = ContextShare(inner * outer, rank, is_balanced)
 
     def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scores: Scores,
+        *,
+        may_use_flash: bool,
     ) -> torch.Tensor:
         """Attend to the keys of all ranks: :func:`te_fast.attention.scores.attend` on this rank's tokens.
 
@@ -82,7 +93,9 @@ class ContextRanks:
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> Any:
             if self.attending is None:
-                return core.attend(q, k, v, scores)
+                return core.attend(q, k, v, scores, may_use_flash=may_use_flash)
+            if self._needs_gathered(scores):
+                return attend_to_gathered(q, k, v, scores, self._gathering(may_use_flash))
             return attend_in_ring(q, k, v, self._ring(scores))
 
         return self._between_exchanges((q, k, v), scores, attend)
@@ -95,7 +108,7 @@ class ContextRanks:
         packings: Packings,
         scores: Scores,
         *,
-        may_use_kernel: bool,
+        may_use_flash: bool,
     ) -> torch.Tensor:
         """Attend within packed sequences: :func:`te_fast.attention.packed.attend_packed` on this rank's tokens.
 
@@ -112,11 +125,14 @@ class ContextRanks:
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> Any:
             if self.attending is None:
                 q, k, v = (one[0].transpose(0, 1) for one in (q, k, v))
-                y = attend_packed(q, k, v, packings, scores, may_use_kernel=may_use_kernel)
+                y = attend_packed(q, k, v, packings, scores, may_use_flash=may_use_flash)
                 return y.transpose(0, 1)[None]
             tokens, ranks = (q.shape[2], k.shape[2]), _size_of(self.attending)
             packed = PackedShare.of_both(packings, tokens, ranks, is_balanced)
-            ring = self._ring(scores)._replace(packed=packed, may_pack=may_use_kernel)
+            if self._needs_gathered(scores):
+                how = self._gathering(may_use_flash)
+                return attend_packed_to_gathered(q, k, v, packed, scores, how)
+            ring = self._ring(scores)._replace(packed=packed, may_use_flash=may_use_flash)
             return attend_in_ring(q, k, v, ring)
 
         tokens = q.shape[0], k.shape[0]
@@ -124,6 +140,12 @@ class ContextRanks:
         heads = tuple([one.transpose(0, 1)[None] for one in (q, k, v)])
         y = self._between_exchanges(heads, scores, attend, shares)
         return y[0].transpose(0, 1)
+
+    def _needs_gathered(self, scores: Scores) -> bool:
+        return self._gathers and any(_needs_whole_keys(scores).values())
+
+    def _gathering(self, may_use_flash: bool) -> Gathering:
+        return Gathering(self.attending, self._name, self.share, may_use_flash)
 
     def _ring(self, scores: Scores) -> Ring:
         is_causal = scores.rule.right == 0
@@ -215,6 +237,12 @@ class ContextRanks:
         """
         self._check_scores(q.shape[1], k.shape[1], scores)
         self._check_causal(q.shape[0], k.shape[0], scores)
+        if scores.rule.is_banded and scores.rule.right != 0 and self.attending is not None:
+            message = (
+                f"{self._name}: context parallelism takes a window_size with keys behind a query of packed sequences "
+                "with cp_comm_type='a2a' alone"
+            )
+            raise UnsupportedError(message)
         parts = self.share.ranks * (1 + self.is_balanced)
         starts = [packing.starts for packing in packings]
         if any(not is_unseen(one) or one.device.type != "cpu" for one in starts):
@@ -245,19 +273,13 @@ class ContextRanks:
             "attn_mask_type='arbitrary'": rule.kind == "arbitrary",
             "a core_attention_bias": scores.bias.kind != "no_bias",
         }
-        by_exchange = {
-            "window_size": rule.left >= 0 or rule.right > 0,
-            "softmax_type": scores.sink is not None,
-            "softcap": scores.softcap != 0.0,
-            "attention_dropout": scores.dropout != 0.0,
-        }
         for what, is_given in refused.items():
             if is_given:
                 message = f"{name}: context parallelism (cp_group) takes no {what}"
                 raise UnsupportedError(message)
-        for what, is_given in by_exchange.items():
-            if is_given and self.attending is not None:
-                message = f"{name}: context parallelism takes {what} with cp_comm_type='a2a' alone"
+        for what, is_given in _needs_whole_keys(scores).items():
+            if is_given and self.attending is not None and not self._gathers:
+                message = f"{name}: context parallelism takes {what} with cp_comm_type='a2a' or 'all_gather' alone"
                 raise UnsupportedError(message)
         ranks = _size_of(self.exchanging)
         if heads % ranks or groups % ranks:
@@ -268,12 +290,24 @@ class ContextRanks:
             raise ShapeError(message)
 
     def _check_causal(self, queries: int, keys: int, scores: Scores) -> None:
-        if scores.rule.right == 0 and queries != keys:
+        is_banded = scores.rule.right == 0 or (scores.rule.is_banded and self._gathers)
+        if is_banded and queries != keys:
             message = (
-                f"{self._name}: a causal mask under context parallelism needs as many queries as keys, got {queries} "
-                f"and {keys}"
+                f"{self._name}: a causal mask or a window under context parallelism needs as many queries as keys, got "
+                f"{queries} and {keys}"
             )
             raise ShapeError(message)
+
+
+def _needs_whole_keys(scores: Scores) -> dict[str, bool]:
+    """Return the options for which a query must attend to all of its keys at once, and whether they are used."""
+    rule = scores.rule
+    return {
+        "window_size": rule.left >= 0 or rule.right > 0,
+        "softmax_type": scores.sink is not None,
+        "softcap": scores.softcap != 0.0,
+        "attention_dropout": scores.dropout != 0.0,
+    }
 
 
 def _size_of(group: Any) -> int:
@@ -370,8 +404,8 @@ class _Exchange(NamedTuple):
         ranks, chunks = _size_of(self.group), 1 + self.is_balanced
         parts = heads.unflatten(1, (ranks, -1)).movedim(1, 0)
         if self.order is not None:
-            rows = self.run(parts.contiguous()).permute(1, 2, 0, 3, 4).flatten(2, 3)
-            return rows.index_select(2, self.order)
+            rows = self.run(parts.contiguous())[:, 0].transpose(1, 2).flatten(0, 1)
+            return rows.index_select(0, self.order).transpose(0, 1)[None]
         received = self.run(parts.unflatten(-2, (chunks, -1)).contiguous()).movedim(0, 2)
         batch, count, *_, length, d = received.shape
         tokens = received.new_empty(batch, count, chunks * ranks, length, d)
@@ -381,12 +415,13 @@ class _Exchange(NamedTuple):
         return tokens.flatten(2, 3)
 
     def to_heads(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Do the reverse; the result lies as ``(batch, tokens, heads, d)``."""
+        """Do the reverse; in dense formats the result lies as ``(batch, tokens, heads, d)``."""
         ranks, chunks = _size_of(self.group), 1 + self.is_balanced
         if self.back is not None:
             count = tokens.shape[2] // ranks
-            rows = tokens.index_select(2, self.back).unflatten(2, (ranks, count))
-            return self.run(rows.movedim(2, 0).contiguous()).movedim(0, 1).flatten(1, 2)
+            rows = tokens[0].transpose(0, 1).index_select(0, self.back).unflatten(0, (ranks, count))
+            received = self.run(rows.transpose(1, 2).contiguous()).flatten(0, 1)
+            return received[None]
         parts = tokens.unflatten(2, (chunks * ranks, -1)).movedim(2, 0)
         sent = parts.new_empty(ranks, chunks, *parts.shape[1:])
         sent[:, 0] = parts[:ranks]

@@ -306,7 +306,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             Not read: the group knows its ranks, and collectives run beside attention on streams of their own.
         cp_comm_type : {'p2p', 'all_gather', 'a2a', 'a2a+p2p'}, default = 'p2p'
             Keys and values travel from rank to rank; they are gathered at once; ranks exchange heads for tokens; the
-            third, then the first. Windows, sinks, caps and dropout need ``a2a``.
+            third, then the first. Windows, sinks, caps and dropout need ``a2a`` or ``all_gather``.
         load_balancing_strategy : CPLoadBalancingStrategy, default = DUAL_CHUNK_SWAP
             Which tokens each rank has.
 
@@ -648,14 +648,15 @@ class DotProductAttention(TransformerEngineBaseModule):
     ) -> torch.Tensor:
         """Attend, under the tracker of random numbers and with the kernels that are chosen."""
         context = self._context
-        may_pack = self._kernels[0]  # torch's kernel for packed sequences is flash attention
+        may_use_flash = self._kernels[0]
 
         def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             with self._forked(how.dropout), self._restricted(q):
-                if packings is not None:
-                    run = attend_packed if context is None else context.attend_packed
-                    return run(q, k, v, packings, how, may_use_kernel=may_pack)
-                return (core if context is None else context).attend(q, k, v, how)
+                if packings is None:
+                    attend = core.attend if context is None else context.attend
+                    return attend(q, k, v, how, may_use_flash=may_use_flash)
+                within = attend_packed if context is None else context.attend_packed
+                return within(q, k, v, packings, how, may_use_flash=may_use_flash)
 
         if recomputes and torch.is_grad_enabled():
             tracker = self.get_rng_state_tracker

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 
 from te_fast.attention.rules import Kept, kept_of_lengths
 from te_fast.attention.scores import Scores, attend
+from te_fast.attention.varlen import attend_varlen, varlen_problem
 
 
 class Packing(NamedTuple):
@@ -32,11 +31,6 @@ class Packing(NamedTuple):
     def has_gaps(self) -> bool:
         """Whether there may be padding between sequences."""
         return self.ends is not self.starts
-
-    def closed(self) -> Packing:
-        """Return the same sequences without padding between them."""
-        ends = self.ends - self.ends[:1]
-        return Packing(ends, ends, self.longest)
 
     def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the packed row of each position, and whether the position is real: ``(batch, longest)`` each."""
@@ -63,59 +57,6 @@ def pack(y: torch.Tensor, packing: Packing, tokens: int) -> torch.Tensor:
     return out.index_copy(0, torch.where(kept, rows, tokens).flatten().long(), values)[:tokens]
 
 
-@cache
-def _varlen() -> tuple[Any, frozenset[str]]:
-    """Return torch's attention on packed sequences and its parameters; None before torch 2.10."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None, frozenset()
-    return varlen_attn, frozenset(inspect.signature(varlen_attn).parameters)
-
-
-def varlen_problem(q: torch.Tensor, v: torch.Tensor, scores: Scores, *, is_self: bool) -> str:
-    """Return why torch's kernel for packed sequences cannot be used; None if it can."""
-    rule = scores.rule
-    if not q.is_cuda or q.dtype not in (torch.float16, torch.bfloat16):
-        return "it is for 16 bits on the GPU"
-    is_extended = scores.sink is not None or scores.bias.kind != "no_bias" or scores.softcap != 0.0
-    if scores.dropout > 0.0 or is_extended:
-        return "it has no dropout, sinks, biases and caps"
-    if q.shape[-1] != v.shape[-1] or q.shape[-1] > 256 or q.shape[-1] % 8 != 0:
-        return "it has no such head sizes"
-    if rule.is_banded and not rule.bottom_right and not is_self:
-        return "its diagonal ends in the last query and key"
-    kernel, takes = _varlen()
-    has_window = rule.left >= 0 or rule.right > 0
-    if kernel is None or (has_window and "window_size" not in takes):
-        return "this torch has none, or none with windows"
-    if "scale" not in takes and abs(scores.scale * q.shape[-1] ** 0.5 - 1) > 1e-6:
-        return "this torch has none with another scale"
-    return ""
-
-
-def _attend_by_kernel(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    packings: tuple[Packing, Packing],
-    scores: Scores,
-) -> torch.Tensor:
-    rule, (of_q, of_k) = scores.rule, packings
-    repeats = q.shape[1] // k.shape[1]
-    kernel, takes = _varlen()
-    options: dict[str, Any] = {"scale": scores.scale} if "scale" in takes else {}
-    if "window_size" in takes:
-        options["window_size"] = (rule.left, rule.right)
-    else:
-        options["is_causal"] = rule.right == 0
-    if repeats != 1 and "enable_gqa" in takes:
-        options["enable_gqa"] = True
-    elif repeats != 1:
-        k, v = (tensor.repeat_interleave(repeats, dim=1) for tensor in (k, v))
-    return kernel(q, k, v, of_q.ends, of_k.ends, of_q.longest, of_k.longest, **options)
-
-
 def attend_packed(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -123,7 +64,7 @@ def attend_packed(
     packings: tuple[Packing, Packing],
     scores: Scores,
     *,
-    may_use_kernel: bool = True,
+    may_use_flash: bool = True,
 ) -> torch.Tensor:
     """Attend within packed sequences, by torch's kernel for them where it can be used.
 
@@ -135,7 +76,7 @@ def attend_packed(
         Where the sequences of queries and of keys lie.
     scores : Scores
         How scores are computed; real positions follow from `packings`.
-    may_use_kernel : bool, default = True
+    may_use_flash : bool, default = True
         Whether torch's kernel for packed sequences may be used.
 
     Returns
@@ -145,10 +86,11 @@ def attend_packed(
     """
     of_q, of_k = packings
     is_self = of_q.ends is of_k.ends
-    may_use_kernel = may_use_kernel and of_q.ends.numel() > 1
-    if may_use_kernel and not varlen_problem(q, v, scores, is_self=is_self):
+    may_use_flash = may_use_flash and of_q.ends.numel() > 1
+    if may_use_flash and not varlen_problem(q, v, scores, is_self=is_self):
         if not (of_q.has_gaps or of_k.has_gaps):
-            return _attend_by_kernel(q, k, v, packings, scores)
+            ends, longest = (of_q.ends, of_k.ends), (of_q.longest, of_k.longest)
+            return attend_varlen(q, k, v, ends, longest, scores)
         return _attend_around_gaps(q, k, v, packings, scores)
     (dense_q, kept_q), (dense_k, kept_k) = unpack(q, of_q), unpack(k, of_k)
     dense_v, _ = unpack(v, of_k)
@@ -165,26 +107,52 @@ def _attend_around_gaps(
 ) -> torch.Tensor:
     """Move real rows to the front for the kernel, which takes no padding between sequences, and back."""
     of_q, of_k = packings
-    order_q, real_q = _real_rows_first(of_q, q.shape[0])
-    order_k, real_k = _real_rows_first(of_k, k.shape[0])
-    # The kernel reads and writes no rows behind the real ones: neither results nor gradients mean anything there.
-    q, k, v = (
-        tensor.index_select(0, order).masked_fill(~real[:, None, None], 0.0)
-        for tensor, order, real in (
-            (q, order_q, real_q),
-            (k, order_k, real_k),
-            (v, order_k, real_k),
-        )
-    )
-    closed = of_q.closed(), of_k.closed()
-    y = _attend_by_kernel(q, k, v, closed, scores).masked_fill(~real_q[:, None, None], 0.0)
-    return torch.empty_like(y).index_copy(0, order_q, y)
+    how_q, how_k = _Order.of(of_q, q.shape[0]), _Order.of(of_k, k.shape[0])
+    q, k, v = (_Moved.apply(rows, how, True) for rows, how in ((q, how_q), (k, how_k), (v, how_k)))
+    ends = (of_q.ends - of_q.ends[:1], of_k.ends - of_k.ends[:1])
+    y = attend_varlen(q, k, v, ends, (of_q.longest, of_k.longest), scores)
+    out: torch.Tensor = _Moved.apply(y, how_q, False)
+    return out
 
 
-def _real_rows_first(packing: Packing, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return all rows, those of sequences in front and in order; and of the new places, which hold a real row."""
-    places = torch.arange(tokens, device=packing.ends.device)
-    sequence = torch.searchsorted(packing.starts[1:-1], places, right=True)
-    within = places - packing.starts[sequence]
-    is_real = (within >= 0) & (within < packing.ends.diff()[sequence])
-    return torch.argsort(~is_real, stable=True), places < packing.ends[-1] - packing.ends[0]
+class _Order(NamedTuple):
+    """An order of rows in which those of sequences come first: the rows, their places, and which rows are padding."""
+
+    rows: torch.Tensor
+    places: torch.Tensor
+    is_padding: torch.Tensor
+
+    @classmethod
+    def of(cls, packing: Packing, tokens: int) -> _Order:
+        """Return the order of packed rows."""
+        numbers = torch.arange(tokens, device=packing.ends.device)
+        sequence = torch.searchsorted(packing.starts[1:-1], numbers, right=True)
+        within = numbers - packing.starts[sequence]
+        is_padding = (within < 0) | (within >= packing.ends.diff()[sequence])
+        rows = torch.argsort(is_padding, stable=True)
+        places = torch.empty_like(rows).index_copy_(0, rows, numbers)
+        return cls(rows, places, is_padding)
+
+    def to_front(self, given: torch.Tensor) -> torch.Tensor:
+        """Return rows in this order; those behind the sequences mean nothing."""
+        return given.index_select(0, self.rows)
+
+    def to_places(self, moved: torch.Tensor) -> torch.Tensor:
+        """Return rows where they were, with zeros for padding."""
+        return moved.index_select(0, self.places).masked_fill_(self.is_padding[:, None, None], 0.0)
+
+
+class _Moved(torch.autograd.Function):
+    """Rows that are moved to the front, or back to their places; their gradients are moved the other way.
+
+    The kernel reads and writes no rows behind those of sequences, so nothing there must reach results or gradients.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, order: _Order, is_to_front: bool) -> torch.Tensor:
+        ctx.order, ctx.is_to_front = order, is_to_front
+        return order.to_front(rows) if is_to_front else order.to_places(rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return _Moved.apply(grad, ctx.order, not ctx.is_to_front), None, None

@@ -85,7 +85,7 @@ class PackedShare(NamedTuple):
             return rows, Packing(bounds, bounds, longest)
         real = sum(self._real_tokens(self.lengths, size, rank, one) for one in taken)
         assert isinstance(real, torch.Tensor)
-        ends = torch.nn.functional.pad(real.cumsum(0, dtype=torch.int32), (1, 0))
+        ends = _cumulative(real)
         order = torch.argsort(within >= real[sequence], stable=True)
         return rows[order], Packing(ends, ends, self.longest)
 
@@ -99,6 +99,28 @@ class PackedShare(NamedTuple):
         found = torch.empty_like(places, dtype=torch.bool)
         return found.index_copy_(0, rows, places >= packing.ends[-1])
 
+    def of_chunk(self, rank: int, chunk: int) -> Packing:
+        """Return where one chunk of each sequence lies among a rank's tokens."""
+        size = self._chunk_sizes()
+        real = size if self.lengths is None else self._real_tokens(self.lengths, size, rank, chunk)
+        starts = self.begins + torch.nn.functional.pad(chunk * size, (0, 1))
+        return Packing(_cumulative(real), starts, self.longest)
+
+    def until(self, number: int | None) -> Packing:
+        """Return where whole sequences lie among all ranks' tokens, without what is behind one of their chunks."""
+        size, starts = self._chunk_sizes(), self.begins * self.ranks
+        real = starts.diff() if number is None else size * (number + 1)
+        longest = self.longest
+        if self.lengths is None:
+            longest *= self.ranks
+        else:
+            real = real.minimum(self.lengths)
+        return Packing(_cumulative(real), starts, longest)
+
+    def number_of(self, rank: int, chunk: int) -> int:
+        """Return the number of a rank's chunk among all chunks of a sequence."""
+        return rank if chunk == 0 else 2 * self.ranks - 1 - rank
+
     def _chunk_sizes(self) -> torch.Tensor:
         return self.begins.diff() // self.chunks
 
@@ -106,8 +128,7 @@ class PackedShare(NamedTuple):
         self, lengths: torch.Tensor, size: torch.Tensor, rank: int, chunk: int
     ) -> torch.Tensor:
         """Return how many tokens of each sequence one chunk of a rank has."""
-        number = rank if chunk == 0 else 2 * self.ranks - 1 - rank
-        return (lengths - number * size).clamp(min=0).minimum(size)
+        return (lengths - self.number_of(rank, chunk) * size).clamp(min=0).minimum(size)
 
     def order_of(self, ranks: int) -> torch.Tensor:
         """Return the rows of tokens in the order of sequences, among those that neighbouring ranks have in turn.
@@ -125,3 +146,7 @@ class PackedShare(NamedTuple):
         is_second = chunk >= ranks
         rank = torch.where(is_second, 2 * ranks - 1 - chunk, chunk)
         return rank * self.tokens + self.begins[sequence] + is_second * size + within % size
+
+
+def _cumulative(lengths: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))

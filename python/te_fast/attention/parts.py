@@ -35,14 +35,14 @@ class How(NamedTuple):
     packings : tuple of Packing, optional
         Where packed sequences of queries and of keys lie. Their tensors have a batch of one, in which these sequences
         follow each other.
-    may_pack : bool, default = True
+    may_use_flash : bool, default = True
         Whether torch's kernel for packed sequences may be used.
     """
 
     is_causal: bool
     scale: float
     packings: tuple[Packing, Packing] | None = None
-    may_pack: bool = True
+    may_use_flash: bool = True
 
 
 class Left(NamedTuple):
@@ -198,7 +198,7 @@ def _attend_packed(
     heads: tuple[torch.Tensor, ...], packings: tuple[Packing, Packing], how: How
 ) -> tuple[torch.Tensor, torch.Tensor, Left]:
     q, k, v = _rows_of(heads)
-    kernel = packed_flash() if how.may_pack and _fits_kernel(q, v) else None
+    kernel = packed_flash() if how.may_use_flash and _fits_kernel(q, v) else None
     if kernel is not None:
         out, sums, others = kernel.forward(q, k, v, *_extents(packings), how.is_causal, how.scale)
         # The kernel's sum over no key is infinite.

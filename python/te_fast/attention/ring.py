@@ -21,14 +21,9 @@ from te_fast.attention.parts import (
     differentiate_part,
     merge_part,
 )
+from te_fast.attention.travel import KeysAndValues, Travel, gathered, scattered
 from te_fast.ops.common import autocast_dtype
-from te_fast.runtime.collectives import (
-    gather_of,
-    get_distributed_rank,
-    get_distributed_world_size,
-    named,
-    reduce_scatter_of,
-)
+from te_fast.runtime.collectives import get_distributed_rank, get_distributed_world_size
 from te_fast.runtime.second_order import differentiable_once
 
 ALL = slice(None)
@@ -55,7 +50,7 @@ class Ring(NamedTuple):
     packed : tuple of PackedShare, optional
         Where the tokens of packed sequences lie, of queries and of keys. Their tensors have a batch of one, in which
         these sequences follow each other.
-    may_pack : bool
+    may_use_flash : bool
         Whether torch's kernel for packed sequences may be used.
     """
 
@@ -66,7 +61,7 @@ class Ring(NamedTuple):
     scale: float
     name: str
     packed: tuple[PackedShare, PackedShare] | None = None
-    may_pack: bool = True
+    may_use_flash: bool = True
 
 
 class _Piece(NamedTuple):
@@ -128,73 +123,17 @@ def _packed_pieces(ring: Ring, of_q: PackedShare, of_k: PackedShare) -> Iterator
         queries, of_queries = part(of_q, rank, second if is_later else None)
         keys, of_keys = part(of_k, source, first if is_earlier else None)
         is_causal = ring.is_causal and source == rank
-        how = How(is_causal, ring.scale, (of_queries, of_keys), ring.may_pack)
+        how = How(is_causal, ring.scale, (of_queries, of_keys), ring.may_use_flash)
         yield _Piece(range(source, source + 1), queries, keys, how)
 
 
-# Travel ---------------------------------------------------------------------------------------------
-
-
-class _Packed(NamedTuple):
-    """Keys and values of one rank in one memory."""
-
-    memory: torch.Tensor
-    of_k: torch.Size
-    of_v: torch.Size
-
-    @classmethod
-    def of(cls, k: torch.Tensor, v: torch.Tensor) -> _Packed:
-        """Copy keys and values."""
-        return cls(torch.cat([k.reshape(-1), v.reshape(-1)]), k.shape, v.shape)
-
-    def like(self, memory: torch.Tensor) -> _Packed:
-        """Return other values of the same shapes."""
-        return _Packed(memory, self.of_k, self.of_v)
-
-    def both(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return views of keys and values; memory of several ranks gives them one more dimension in front."""
-        leading = self.memory.shape[:-1]
-        k, v = self.memory.split([self.of_k.numel(), self.of_v.numel()], -1)
-        return k.view(*leading, *self.of_k), v.view(*leading, *self.of_v)
-
-
-class _Travel:
-    """Memory on its way to the next rank; another's comes from the rank before."""
-
-    def __init__(self, ring: Ring, memory: torch.Tensor) -> None:
-        self._ring, self._sent, self._received = ring, memory, torch.empty_like(memory)
-        known, group = torch.distributed, ring.group
-        rank, ranks = get_distributed_rank(group), get_distributed_world_size(group)
-        behind, before = (known.get_global_rank(group, (rank + step) % ranks) for step in (1, -1))
-        ops = [
-            known.P2POp(known.isend, memory, behind, group),
-            known.P2POp(known.irecv, self._received, before, group),
-        ]
-        with named(ring.name, "the travel of keys and values"):
-            self._works = known.batch_isend_irecv(ops)
-
-    def wait(self) -> torch.Tensor:
-        """Return what has arrived."""
-        with named(self._ring.name, "the travel of keys and values"):
-            for work in self._works:
-                work.wait()
-        return self._received
-
-
-def _gathered(ring: Ring, own: _Packed) -> _Packed:
-    ranks = get_distributed_world_size(ring.group)
-    with named(ring.name, "the gather of keys and values"):
-        memory, _ = gather_of(ranks, own.memory, ring.group, async_op=False)
-    return own.like(memory.view(ranks, -1))
+# Autograd -------------------------------------------------------------------------------------------
 
 
 def _keys_of(tensor: torch.Tensor, piece: _Piece) -> torch.Tensor:
     """Return a piece's keys, of the gathered ones of all ranks: ``(batch, heads, keys of the piece, channels)``."""
     chosen = tensor[piece.sources.start : piece.sources.stop, ..., piece.keys, :]
     return chosen.permute(1, 2, 0, 3, 4).flatten(2, 3)
-
-
-# Autograd -------------------------------------------------------------------------------------------
 
 
 class _Attention(torch.autograd.Function):
@@ -220,7 +159,7 @@ class _Attention(torch.autograd.Function):
             total.extend([_placed(one, piece.queries, wide) for one in (out, sums)])
 
         ctx.pieces = _pieces_of(ring, q.shape[2], k.shape[2])
-        _visit(ring, ctx.pieces, _Packed.of(k, v), attend)
+        _visit(ring, ctx.pieces, KeysAndValues.of(k, v), attend)
         ctx.padding = _padding_of(ring)
         out, sums = total[0].to(q.dtype), total[1]
         _set_to_zero(out, ctx.padding[0])
@@ -247,7 +186,7 @@ class _Attention(torch.autograd.Function):
             _add(of_q, piece.queries, of_own)
             return of_keys, of_values
 
-        of_k, of_v = _visit_back(ring, ctx.pieces, _Packed.of(k, v), differentiate)
+        of_k, of_v = _visit_back(ring, ctx.pieces, KeysAndValues.of(k, v), differentiate)
         padding_of_q, padding_of_k = ctx.padding
         found = []
         for grads, given in ((of_q, q), (of_k, k), (of_v, v)):
@@ -282,10 +221,10 @@ def _add(total: torch.Tensor, rows: Rows, part: torch.Tensor) -> None:
         total.index_add_(-2, rows, part.to(total.dtype))
 
 
-def _visit(ring: Ring, pieces: list[_Piece], own: _Packed, attend: Any) -> None:
+def _visit(ring: Ring, pieces: list[_Piece], own: KeysAndValues, attend: Any) -> None:
     """Call a function for each piece with its keys and values."""
     if ring.gathers:
-        keys, values = _gathered(ring, own).both()
+        keys, values = gathered(ring.group, ring.name, own).both()
         for piece in pieces:
             attend(piece, _keys_of(keys, piece), _keys_of(values, piece))
         return
@@ -295,12 +234,12 @@ def _visit(ring: Ring, pieces: list[_Piece], own: _Packed, attend: Any) -> None:
 
 
 def _by_travel(
-    ring: Ring, pieces: list[_Piece], own: _Packed
+    ring: Ring, pieces: list[_Piece], own: KeysAndValues
 ) -> Iterator[tuple[_Piece | None, list[torch.Tensor]]]:
     """Yield each rank's piece with its keys and values, this rank's first, while the next ones travel."""
     rank, ranks = get_distributed_rank(ring.group), get_distributed_world_size(ring.group)
     for step in range(ranks):
-        travel = _Travel(ring, own.memory) if step + 1 < ranks else None
+        travel = Travel(ring.group, ring.name, own.memory) if step + 1 < ranks else None
         source = (rank - step) % ranks
         found = next((piece for piece in pieces if source in piece.sources), None)
         yield found, [tensor[:, :, found.keys] for tensor in own.both()] if found else []
@@ -309,7 +248,7 @@ def _by_travel(
 
 
 def _visit_back(
-    ring: Ring, pieces: list[_Piece], own: _Packed, differentiate: Any
+    ring: Ring, pieces: list[_Piece], own: KeysAndValues, differentiate: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Call a function for each piece in the same order; return the gradients of this rank's keys and values."""
     visit = _back_from_gathered if ring.gathers else _back_by_travel
@@ -322,24 +261,23 @@ def _zeros_like(own: torch.Tensor) -> torch.Tensor:
 
 
 def _back_from_gathered(
-    ring: Ring, pieces: list[_Piece], own: _Packed, differentiate: Any
-) -> _Packed:
-    whole = _gathered(ring, own)
+    ring: Ring, pieces: list[_Piece], own: KeysAndValues, differentiate: Any
+) -> KeysAndValues:
+    whole = gathered(ring.group, ring.name, own)
     grads = own.like(_zeros_like(whole.memory))
     for piece in pieces:
         given = [_keys_of(tensor, piece) for tensor in whole.both()]
         for grad, found in zip(grads.both(), differentiate(piece, *given), strict=True):
             of_sources = found.unflatten(2, (len(piece.sources), -1)).permute(2, 0, 1, 3, 4)
             _add(grad[piece.sources.start : piece.sources.stop], piece.keys, of_sources)
-    with named(ring.name, "the reduction of the gradients of keys and values"):
-        flat = grads.memory.flatten()
-        mine, _ = reduce_scatter_of(len(grads.memory), flat, ring.group, async_op=False)
-    return own.like(mine)
+    return scattered(ring.group, ring.name, grads)
 
 
-def _back_by_travel(ring: Ring, pieces: list[_Piece], own: _Packed, differentiate: Any) -> _Packed:
+def _back_by_travel(
+    ring: Ring, pieces: list[_Piece], own: KeysAndValues, differentiate: Any
+) -> KeysAndValues:
     mine = own.like(_zeros_like(own.memory))
-    back: _Travel | None = None
+    back: Travel | None = None
     for step, (piece, given) in enumerate(_by_travel(ring, pieces, own)):
         found = () if piece is None else differentiate(piece, *given)
         # Gradients of others' keys follow the keys, a step behind them, and end where these began.
@@ -350,7 +288,7 @@ def _back_by_travel(ring: Ring, pieces: list[_Piece], own: _Packed, differentiat
             assert piece is not None
             _add(grad, piece.keys, one)
         if step > 0:
-            back = _Travel(ring, grads.memory)
+            back = Travel(ring.group, ring.name, grads.memory)
     assert back is not None
     mine.memory.add_(back.wait())
     return mine

@@ -17,6 +17,7 @@ from te_fast.attention.rules import (
     allowed,
     default_slopes,
 )
+from te_fast.attention.varlen import attend_varlen, varlen_problem
 from te_fast.errors import UnsupportedError
 from te_fast.runtime.compiling import is_exporting, is_in_graph
 
@@ -153,7 +154,14 @@ def _attend_capped(
     return functional.dropout(weights, scores.dropout).to(v.dtype) @ v
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> torch.Tensor:
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scores: Scores,
+    *,
+    may_use_flash: bool = True,
+) -> torch.Tensor:
     """Attend, with torch's scaled dot product attention.
 
     Parameters
@@ -164,6 +172,8 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) ->
         ``(batch, groups, keys, d_k)`` and ``(batch, groups, keys, d_v)``; heads are a multiple of groups.
     scores : Scores
         How scores are computed.
+    may_use_flash : bool, default = True
+        Whether flash attention may be called without torch's choice, for windows.
 
     Returns
     -------
@@ -172,6 +182,10 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) ->
     """
     if scores.softcap != 0.0:
         return _attend_capped(q, k, v, scores)
+    if may_use_flash and _is_window(scores) and not is_in_graph() and q.numel() and k.numel():
+        is_self = q.shape[2] == k.shape[2]
+        if not varlen_problem(q, v, scores, is_self=is_self):
+            return _attend_in_windows(q, k, v, scores)
     grouped = q.shape[1] != k.shape[1]
     if _is_plain(scores, q.shape[2], k.shape[2]):
         if is_in_graph() and scores.dropout == 0.0 and not is_exporting():
@@ -213,6 +227,25 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) ->
         q, k, v, attn_mask=given, dropout_p=scores.dropout, scale=scores.scale
     )
     return y if dead is None else y.masked_fill(dead, 0.0)
+
+
+def _is_window(scores: Scores) -> bool:
+    """Whether the rule is a window that is no causal mask, and nothing else decides which keys a query sees."""
+    rule = scores.rule
+    return scores.kept is None and scores.masked is None and (rule.left >= 0 or rule.right > 0)
+
+
+def _attend_in_windows(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores
+) -> torch.Tensor:
+    """Attend by the kernel for sequences of several lengths: no mask has to be made and read."""
+    rows = [one.transpose(1, 2).flatten(0, 1) for one in (q, k, v)]
+    sizes = q.shape[2], k.shape[2]
+    of_q, of_k = (
+        torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device) * size for size in sizes
+    )
+    out = attend_varlen(rows[0], rows[1], rows[2], (of_q, of_k), sizes, scores)
+    return out.unflatten(0, (q.shape[0], sizes[0])).transpose(1, 2)
 
 
 def _want_gradients(*tensors: torch.Tensor) -> bool:
