@@ -182,6 +182,46 @@ def ranks_with_whole_sequences_or_all_keys_have_every_option():
         check(layer, whole(), tokens_here(strategy), 1e-5, what, **formulas)
 
 
+def largest(q, k, *, is_causal=True):
+    """Largest score of each head."""
+    wide_q, wide_k = (one.double().transpose(0, 1) for one in (q, k))
+    wide_k = wide_k.repeat_interleave(HEADS // k.shape[1], 0)
+    scores = wide_q @ wide_k.transpose(-1, -2) / math.sqrt(D)
+    if is_causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(later, float("-inf"))
+    return scores.flatten(1).amax(1)
+
+
+@scene
+def largest_scores_are_those_of_all_ranks():
+    _, size = rank_and_size()
+    lengths, sizes = [3 * size, 0, 7 * size - 1, 1], [4 * size, 0, 8 * size, 2 * size]
+    ends = torch.tensor([0, *lengths], device=device()).cumsum(0).int()
+    for way, strategy, is_causal in product(ways(), te.CPLoadBalancingStrategy, (True, False)):
+        what, groups = f"{way} {strategy} {is_causal}", 2 * exchanging(way)
+        if groups > HEADS:
+            continue
+        options = {"return_max_logit": True, "attn_mask_type": "causal" if is_causal else "no_mask"}
+        *tensors, _ = whole(groups)
+        want = torch.stack(
+            [largest(*pair, is_causal=is_causal) for pair in zip(*tensors[:2], strict=True)]
+        )
+        layer = attention(way, groups, strategy=strategy, **options)
+        _, found = layer(*(one[:, tokens_here(strategy)] for one in tensors))
+        assert torch.allclose(found.double(), want.amax(0), rtol=1e-5), what
+        (*tensors, _), starts = packed(lengths, sizes, groups=groups)
+        places = [slice(b, b + n) for b, n in zip(starts, lengths, strict=False) if n]
+        want = [largest(tensors[0][at], tensors[1][at], is_causal=is_causal) for at in places]
+        options |= {"attn_mask_type": "padding_causal" if is_causal else "padding"}
+        layer = attention(way, groups, strategy=strategy, qkv_format="thd", **options)
+        bounds = torch.tensor(starts, dtype=torch.int32, device=device())
+        given = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends}
+        given |= {"cu_seqlens_q_padded": bounds, "cu_seqlens_kv_padded": bounds}
+        _, found = layer(*(one[rows_here(starts, strategy)] for one in tensors), **given)
+        assert torch.allclose(found.double(), torch.stack(want).amax(0), rtol=1e-5), what
+
+
 @scene
 def sinks_get_the_gradients_of_this_ranks_part():
     """The sum over ranks is the gradient of a layer that has whole sequences."""
@@ -502,7 +542,6 @@ def bad_packed_input():
     given = {"cu_seqlens_q": bounds, "cu_seqlens_kv": bounds}
     for layer, what in (
         (attention(window_size=(4, 0), **options), "window_size with cp_comm_type='a2a'"),
-        (attention(return_max_logit=True, **options), "return_max_logit"),
         (
             attention(
                 "all_gather", **options | {"attn_mask_type": "padding", "window_size": (2, 2)}
@@ -556,7 +595,6 @@ def bad_input():
         (attention(attn_mask_type="padding"), {}, "padding in dense formats"),
         (attention(attn_mask_type="arbitrary"), {}, "arbitrary"),
         (attention(), {"core_attention_bias_type": "alibi"}, "core_attention_bias"),
-        (attention(return_max_logit=True), {}, "return_max_logit"),
         (attention(window_size=(4, 0)), {}, "window_size with cp_comm_type='a2a' or 'all_gather'"),
         (attention(softcap=1.0), {}, "softcap with cp_comm_type='a2a' or 'all_gather'"),
         (attention(attention_dropout=0.1), {}, "attention_dropout with"),

@@ -16,6 +16,7 @@ from te_fast.attention.gathered import (
     Gathering,
     attend_packed_to_gathered,
     attend_to_gathered,
+    max_logits_with_gathered,
 )
 from te_fast.attention.packed import Packing, attend_packed
 from te_fast.attention.packed_shares import PackedShare
@@ -66,8 +67,8 @@ class ContextRanks:
         self.is_balanced = is_balanced
         self._name, self._gathers = name, gathers
         layer = f"context parallelism {exchanging is None} {gathers} {is_balanced}"
-        groups = [group for group in (exchanging, attending) if group is not None]
-        self._agreements = [Agreement(name, group, layer, "cp_group") for group in groups]
+        self._groups = [group for group in (exchanging, attending) if group is not None]
+        self._agreements = [Agreement(name, group, layer, "cp_group") for group in self._groups]
         inner, outer = _size_of(exchanging), _size_of(attending)
         rank = _rank_of(exchanging) + inner * _rank_of(attending)
         #: Which tokens of a sequence this rank has.
@@ -140,6 +141,20 @@ class ContextRanks:
         heads = tuple([one.transpose(0, 1)[None] for one in (q, k, v)])
         y = self._between_exchanges(heads, scores, attend, shares)
         return y[0].transpose(0, 1)
+
+    def max_logits(self, q: torch.Tensor, k: torch.Tensor, scores: Scores) -> torch.Tensor:
+        """Return the largest score of each head on all ranks, ``(heads,)``."""
+        return max_logits_with_gathered(q, k, scores, (self._groups, self._name, self.share))
+
+    def max_logits_of_packed(
+        self, q: torch.Tensor, k: torch.Tensor, packings: Packings, scores: Scores
+    ) -> torch.Tensor:
+        """Return the same for packed sequences."""
+        tokens = q.shape[0], k.shape[0]
+        packed = PackedShare.of_both(packings, tokens, self.share.ranks, self.is_balanced)
+        heads = [one.transpose(0, 1)[None] for one in (q, k)]
+        ranks = (self._groups, self._name, self.share)
+        return max_logits_with_gathered(heads[0], heads[1], scores, ranks, packed)
 
     def _needs_gathered(self, scores: Scores) -> bool:
         return self._gathers and any(_needs_whole_keys(scores).values())

@@ -27,7 +27,7 @@ from te_fast.attention.arguments import (
 )
 from te_fast.attention.context import ranks_of
 from te_fast.attention.inference import InferenceParams, check_caches
-from te_fast.attention.packed import Packing, attend_packed, pack, unpack
+from te_fast.attention.packed import Packing, attend_packed, max_logits_of_packed, pack, unpack
 from te_fast.attention.rules import (
     BIAS_TYPES,
     DISPATCHES,
@@ -572,7 +572,6 @@ class DotProductAttention(TransformerEngineBaseModule):
         """Raise for what ranks that share the tokens of sequences do not compute."""
         refused = {
             "inference_params": inference_params is not None,
-            "return_max_logit=True": self.return_max_logit,
         }
         for what, is_given in refused.items():
             if is_given:
@@ -611,7 +610,10 @@ class DotProductAttention(TransformerEngineBaseModule):
             self._context.check(q, k, how)
         y = self._run(q, k, v, how, recomputes=recomputes)
         merged = y.permute((2, 0, 1, 3) if fmt == "sbhd" else (0, 2, 1, 3)).flatten(2)
-        return (merged, core.max_logits(q, k, how)) if self.return_max_logit else merged
+        if not self.return_max_logit:
+            return merged
+        context = self._context
+        return merged, (core if context is None else context).max_logits(q, k, how)
 
     def _masked(self, mask: Mask) -> torch.Tensor:
         if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
@@ -712,8 +714,8 @@ class DotProductAttention(TransformerEngineBaseModule):
         merged = self._run(q, k, v, how, recomputes=recomputes, packings=packings).flatten(1)
         if not self.return_max_logit:
             return merged
-        (dense_q, kept_q), (dense_k, kept_k) = unpack(q, of_q), unpack(k, of_k)
-        return merged, core.max_logits(dense_q, dense_k, how.of(kept=Kept(kept_q, kept_k)))
+        find = max_logits_of_packed if self._context is None else self._context.max_logits_of_packed
+        return merged, find(q, k, packings, how)
 
     # Inference ------------------------------------------------------------------------------------
 

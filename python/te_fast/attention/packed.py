@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from te_fast.attention.rules import Kept, kept_of_lengths
-from te_fast.attention.scores import Scores, attend
+from te_fast.attention.scores import Scores, attend, max_logits
 from te_fast.attention.varlen import attend_varlen, varlen_problem
 
 
@@ -96,6 +96,14 @@ def attend_packed(
     dense_v, _ = unpack(v, of_k)
     y = attend(dense_q, dense_k, dense_v, scores.of(kept=Kept(kept_q, kept_k)))
     return pack(y, of_q, q.shape[0])
+
+
+def max_logits_of_packed(
+    q: torch.Tensor, k: torch.Tensor, packings: tuple[Packing, Packing], scores: Scores
+) -> torch.Tensor:
+    """Return the largest score of each head that a query attends to, ``(heads,)``, as :func:`max_logits`."""
+    (dense_q, kept_q), (dense_k, kept_k) = unpack(q, packings[0]), unpack(k, packings[1])
+    return max_logits(dense_q, dense_k, scores.of(kept=Kept(kept_q, kept_k)))
 
 
 def _attend_around_gaps(
