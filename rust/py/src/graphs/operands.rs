@@ -43,8 +43,11 @@ impl<'a, 'py> Operands<'a, 'py> {
         objects: &'a [Bound<'py, PyAny>],
         copies: &'a [Bound<'py, PyAny>],
     ) -> Result<Self, Failure> {
-        let views = copies.iter().map(|object| view_of(&state.reader, object, "a tensor of a compiled call"));
-        Ok(Self { objects, views: views.collect::<Result<_, Error>>()?, next: 0, parts: None })
+        let mut read = Self { objects, views: SmallVec::new(), next: 0, parts: None };
+        for object in copies {
+            read.views.push(view_of(&state.reader, object, "a tensor of a compiled call")?);
+        }
+        Ok(read)
     }
 
     /// Notes from which of the operator's tensors these were joined.
@@ -85,16 +88,21 @@ impl<'a, 'py> Operands<'a, 'py> {
 
     /// The next tensors, without taking them.
     pub(super) fn peek(&self, count: usize) -> Result<SmallVec<[Operand<'a, 'py>; 4]>, Error> {
-        let mut ahead = Self { views: self.views.clone(), ..*self };
-        (0..count).map(|_| ahead.take()).collect()
+        (self.next..self.next + count).map(|at| self.at(at)).collect()
     }
 
+    #[inline]
     pub(super) fn take(&mut self) -> Result<Operand<'a, 'py>, Error> {
+        let operand = self.at(self.next)?;
+        self.next += 1;
+        Ok(operand)
+    }
+
+    fn at(&self, at: usize) -> Result<Operand<'a, 'py>, Error> {
         let missing =
             || Error::state(OP, "a compiled call brings fewer tensors than it was traced with; compile it again");
-        let object = self.objects.get(self.next).ok_or_else(missing)?;
-        let (at, own) = (self.next, std::slice::from_ref(object));
-        self.next += 1;
+        let object = self.objects.get(at).ok_or_else(missing)?;
+        let own = std::slice::from_ref(object);
         let parts = self.parts.map_or(own, |(given, ends)| match at {
             0 => &given[..ends[0]],
             _ => &given[ends[at - 1]..ends[at]],

@@ -1,10 +1,9 @@
 //! Finds the program of an operator's call by the address of its handle, and the description of the call by its number.
 
-use std::collections::HashMap;
-
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyList, PyWeakrefMethods, PyWeakrefReference};
+use rustc_hash::FxHashMap;
 use te_fast_core::Error;
 use te_fast_core::base::dtype::{DType, Device};
 
@@ -30,10 +29,10 @@ struct Registered {
 #[pyclass]
 #[derive(Debug, Default)]
 pub(super) struct Registry {
-    by_address: HashMap<usize, Registered>,
+    by_address: FxHashMap<usize, Registered>,
     /// Addresses of handles by the numbers in them, since a compiler may pass a copy of a handle.
-    by_number: HashMap<i64, usize>,
-    calls: HashMap<i64, Py<TracedCall>>,
+    by_number: FxHashMap<i64, usize>,
+    calls: FxHashMap<i64, Py<TracedCall>>,
     /// Python's half: forward, backward and the update behind backward, for calls off the straight path.
     otherwise: Option<[Py<PyAny>; 3]>,
 }
