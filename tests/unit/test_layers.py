@@ -352,6 +352,24 @@ def test_no_device_is_torchs_default_one(layer):
     assert torch.equal(run(deferred, None), run(module, None))
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("layer", [*LAYERS, te.GroupedLinear])
+def test_a_reset_leaves_parameters_that_the_layer_does_not_hold(layer, device):
+    """BioNeMo's Mixtral keeps experts in one parameter of its own; layers have plain views of it."""
+    sizes = (2, 64, 96) if layer is te.GroupedLinear else (64, 96)
+    module = layer(*sizes, device=device)
+    weights = [name for name, parameter in module.named_parameters() if parameter.dim() == 2]
+    views = {name: torch.full_like(module._parameters.pop(name), 3.0) for name in weights}
+    for name, view in views.items():
+        object.__setattr__(module, name, view)
+    module.reset_parameters()
+    assert not any(parameter.is_meta for parameter in module.parameters())
+    assert weights
+    for name, view in views.items():
+        assert getattr(module, name) is view
+        assert view.is_meta or torch.equal(view, torch.full_like(view, 3.0))
+
+
 @pytest.mark.parametrize("layer", LAYERS)
 def test_scales_are_loaded_before_the_parameters_have_memory(layer):
     source = make(layer)

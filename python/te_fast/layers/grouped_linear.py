@@ -20,8 +20,8 @@ from te_fast.layers.parameters import (
     check_functions,
     check_sizes,
     constant,
+    held,
     initialise,
-    materialise,
     normal,
     options_of,
     refuse,
@@ -409,8 +409,7 @@ class GroupedLinear(PartedLayer):
         if defer_init:
             return
         is_row = self.parallel_mode == "row"
-        for name in self.weight_names:
-            weight: Any = materialise(self, name)
+        for name, weight in held(self, self.weight_names):
             initialise(self, weight, self._init_of_weight(), forks=True)
             self._quantize_weight(name)
             weight = getattr(self, name)
@@ -420,8 +419,7 @@ class GroupedLinear(PartedLayer):
                 )
             if self.delay_wgrad_compute:
                 weight.skip_backward_post_hook = True
-        for name in self.bias_names if self.use_bias else ():
-            bias: Any = materialise(self, name)
+        for _, bias in held(self, self.bias_names if self.use_bias else ()):
             initialise(self, bias, constant(0.0), forks=False)
             if is_row:
                 bias.sequence_parallel = self.sequence_parallel

@@ -13,8 +13,8 @@ from te_fast.layers.load_torch import copy_into
 from te_fast.layers.parameters import (
     check_sizes,
     constant,
+    held,
     initialise,
-    materialise,
     options_of,
     refuse_userbuffers,
 )
@@ -354,18 +354,17 @@ class LayerNormMLP(ProgramLayer):
             return
         self._reset_norm()
         inits = {"fc1": self.init_method, "fc2": self.output_layer_init_method}
-        for dim, (name, init) in enumerate(inits.items()):
-            weight: Any = materialise(self, f"{name}_weight")
-            initialise(self, weight, init, forks=True)
-            self._quantize_weight(f"{name}_weight")
-            weight = getattr(self, f"{name}_weight")
-            mark_share(weight, True, dim=dim, stride=1)
+        for name, weight in held(self, [f"{linear}_weight" for linear in inits]):
+            linear = name.removesuffix("_weight")
+            initialise(self, weight, inits[linear], forks=True)
+            self._quantize_weight(name)
+            weight = getattr(self, name)
+            mark_share(weight, True, dim=[*inits].index(linear), stride=1)
             if self.delay_wgrad_compute:
                 weight.skip_backward_post_hook = True
-        for name in inits if self.use_bias else ():
-            bias: Any = materialise(self, f"{name}_bias")
+        for name, bias in held(self, ("fc1_bias", "fc2_bias") if self.use_bias else ()):
             initialise(self, bias, constant(0.0), forks=False)
-            if name == "fc1":
+            if name == "fc1_bias":
                 mark_share(bias, True, dim=0, stride=1)
             elif self.set_parallel_mode:
                 bias.sequence_parallel = self.sequence_parallel

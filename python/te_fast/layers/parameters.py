@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -87,17 +87,29 @@ def constant(value: float) -> Init:
     return lambda parameter: torch.nn.init.constant_(parameter, value)
 
 
-def materialise(layer: TransformerEngineBaseModule, name: str) -> torch.Tensor:
-    """Return a parameter; a parameter on the meta device gets memory first."""
-    parameter: torch.Tensor = getattr(layer, name)
-    if not parameter.is_meta:
-        return parameter
-    device = check_device("cuda" if torch.cuda.is_available() else "cpu", layer.name)
-    made = torch.nn.Parameter(
-        torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad
-    )
-    layer.register_parameter(name, made)
-    return made
+def held(layer: TransformerEngineBaseModule, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    """Yield the parameters that a layer holds; a parameter on the meta device gets memory first.
+
+    A name may have no parameter: users replace parameters by None, by views of others, or by parametrizations. These
+    are not the layer's to initialise.
+
+    Parameters
+    ----------
+    layer : TransformerEngineBaseModule
+        The layer.
+    names : Iterable of str
+        Names of its parameters.
+    """
+    for name in names:
+        parameter = layer._parameters.get(name)
+        if parameter is None:
+            continue
+        if parameter.is_meta:
+            device = check_device("cuda" if torch.cuda.is_available() else "cpu", layer.name)
+            made = torch.empty_like(parameter, device=device)
+            parameter = torch.nn.Parameter(made, requires_grad=parameter.requires_grad)
+            layer.register_parameter(name, parameter)
+        yield name, parameter
 
 
 def initialise(layer: Any, parameter: torch.Tensor, init: Init | None, *, forks: bool) -> None:

@@ -18,7 +18,7 @@ from te_fast.graphs.traced import Traced
 from te_fast.layers.base import TransformerEngineBaseModule, _callers_level
 from te_fast.layers.load_torch import copy_into
 from te_fast.layers.missing import name_the_wrong_one
-from te_fast.layers.parameters import constant, initialise, materialise, refuse
+from te_fast.layers.parameters import constant, held, initialise, refuse
 from te_fast.layers.recomputed import recomputed
 from te_fast.layers.segments import Segments, SegmentsInGraphs
 from te_fast.parallel.ranks import Exchange, exchange_of
@@ -171,14 +171,10 @@ class ProgramLayer(TransformerEngineBaseModule):
             self.register_parameter(name, made)
 
     def _reset_norm(self) -> None:
-        for name, value in (
-            ("layer_norm_weight", float(not self.zero_centered_gamma)),
-            ("layer_norm_bias", 0.0),
-        ):
-            if getattr(self, name) is not None:
-                parameter: Any = materialise(self, name)
-                initialise(self, parameter, constant(value), forks=False)
-                parameter.sequence_parallel = self.sequence_parallel
+        values = {"layer_norm_weight": float(not self.zero_centered_gamma), "layer_norm_bias": 0.0}
+        for name, parameter in held(self, values):
+            initialise(self, parameter, constant(values[name]), forks=False)
+            parameter.sequence_parallel = self.sequence_parallel
 
     def _append_norm(self, program: native.Program, size: int) -> None:
         if self.normalization is not None:

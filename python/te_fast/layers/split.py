@@ -11,8 +11,8 @@ from te_fast.errors import ArgumentKeyError, DtypeError, ShapeError, StateError
 from te_fast.layers.parameters import (
     Init,
     constant,
+    held,
     initialise,
-    materialise,
 )
 from te_fast.layers.parts import PartedLayer, concatenate
 from te_fast.parallel.ranks import divided
@@ -198,19 +198,17 @@ class SplitLinear(PartedLayer):
 
     def _reset_linear(self) -> None:
         is_row = self.parallel_mode == "row"
-        for name in self.weight_names:
-            weight = materialise(self, name)
+        for name, weight in held(self, self.weight_names):
             initialise(self, weight, self.init_method, forks=True)
             self._quantize_weight(name)
             weight = getattr(self, name)
             mark_share(weight, True, dim=1 if is_row else 0, stride=1)
             if self.delay_wgrad_compute:
                 weight.skip_backward_post_hook = True
-        for name in self.bias_names if self.use_bias else ():
-            bias = materialise(self, name)
+        for _, bias in held(self, self.bias_names if self.use_bias else ()):
             initialise(self, bias, constant(0.0), forks=False)
             if is_row:
-                bias.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
+                bias.sequence_parallel = self.sequence_parallel
             elif self.parallel_mode is not None:
                 mark_share(bias, True, dim=0, stride=1)
 
