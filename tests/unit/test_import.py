@@ -36,6 +36,20 @@ for name in ("MoE", "TransformerLayer", "moe_permute", "make_graphed_callables")
     assert pickle.loads(pickle.dumps(thing)) is thing
 assert not hasattr(te, "nothing")
 """,
+    "te_fast.pytorch can be reloaded before and after the compiler is imported": """
+import importlib, sys, torch
+import te_fast.pytorch as te
+before = len(sys.meta_path)
+assert importlib.reload(te) is te
+assert len(sys.meta_path) == before
+import torch._dynamo
+assert len(sys.meta_path) == before - 1
+assert importlib.reload(te) is te
+layer = te.Linear(32, 32, device="cpu")
+with te.autocast():
+    layer(torch.ones(16, 32)).sum().backward()
+assert te.Linear.__module__ == te.TransformerLayer.__module__ == "te_fast.pytorch"
+""",
     "a deferred name is of te_fast.pytorch, whoever imports it": """
 from te_fast.pytorch.attention import DotProductAttention
 from te_fast.pytorch.ops import Linear

@@ -154,9 +154,9 @@ class _Finder(MetaPathFinder):
 
 def register_when_dynamo_is_imported() -> None:
     """Let ``torch.compile`` trace layers and regions, from the moment that it is loaded."""
-    if not CAN_COMPILE:
+    if not CAN_COMPILE or _is_registered:
         return
     if "torch._dynamo" in sys.modules:
         _register()
-    else:
+    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
