@@ -297,3 +297,12 @@ def test_weights_that_a_gather_writes_are_seen(recipe, first):
         optimizer.step()
         flat.data.copy_(main.detach())
         assert versions == [layer.weight._version for layer in layers]
+
+
+def test_modules_without_weights_have_no_delayed_gradients():
+    """Megatron-FSDP asks every module, and Megatron-LM's schedules call ``backward_dw`` of every module."""
+    layer = te.TransformerLayer(32, 32, 4, device="cpu")
+    attention = layer.self_attention.core_attention
+    assert not attention.need_backward_dw()
+    assert not attention.wgrad_store.delay_wgrad_compute()
+    assert attention.backward_dw() is None

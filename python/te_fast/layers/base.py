@@ -79,7 +79,7 @@ class TransformerEngineBaseModule(StatefulModule):
     _CONSTANTS = frozenset(
         {"return_bias", "apply_bias", "fuse_wgrad_accumulation", "delay_wgrad_compute"}
     )
-    delay_wgrad_compute: bool
+    delay_wgrad_compute: bool = False
     #: FP8 slots: input, weight, output per GEMM forward; output's and input's gradient backward.
     _FORWARD_ROLES: tuple[str, ...] = ("input", "weight", "input")
     _BACKWARD_ROLES: tuple[str, ...] = ("grad", "grad")
@@ -594,6 +594,9 @@ class TransformerEngineBaseModule(StatefulModule):
     def need_backward_dw(self) -> bool:
         """Tell whether :meth:`backward_dw` computes the weights' gradients."""
         return self.delay_wgrad_compute
+
+    def backward_dw(self) -> None:
+        """Compute the weights' gradients that a backward left; a layer without weights has none."""
 
     def register_wgrad_accumulation_and_reduce_hooks(
         self, wgrad_accumulation_and_reduce_hook: Callable[[], None]
