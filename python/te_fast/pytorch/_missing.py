@@ -26,6 +26,10 @@ _OLD_QUANTIZATION = "RecipeState"
 _NAMES = {
     "te_fast.pytorch": f"{_LINEAR_ATTENTION} {_QUANTISATION} {_TENSORS} {_TOOLS} {_SUBMODULES}",
     "te_fast.pytorch.attention": f"{_LINEAR_ATTENTION} linear_attention",
+    "te_fast.pytorch.attention.dot_product_attention.context_parallel": (
+        "AttnFuncWithCPAndKVAllGather AttnFuncWithCPAndKVP2P AttnFuncWithCPAndQKVOA2A attn_forward_func_with_cp "
+        "get_cu_seqlens_on_cp_rank thd_cp_rank_order_to_sequence_order thd_sequence_order_to_cp_rank_order"
+    ),
     "te_fast.pytorch.attention.dot_product_attention.utils": (
         "AttentionLogging AttentionParams ConvertBSHDtoTHD ConvertTHDtoBSHD FlashAttentionUtils PackTensors "
         "UnpackTensor combine_and_dequantize combine_and_quantize get_alibi get_attention_backend "
