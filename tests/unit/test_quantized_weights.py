@@ -15,6 +15,7 @@ from selection import sampled
 from te_fast import dispatch
 from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from te_fast.errors import DtypeError, StateError, UnsupportedError
+from te_fast.pytorch.tensor.utils import post_all_gather_processing
 from te_fast.tensor.primary import is_quantized
 
 OPTIONS = {"params_dtype": torch.bfloat16, "device": "cpu"}
@@ -121,6 +122,36 @@ def test_steps_are_those_of_weights_in_high_precision(make, recipe):
                 parameter.copy_(fresh)
                 other.copy_(fresh)
                 parameter.grad = other.grad = None
+
+
+@EACH
+def test_bytes_are_gathered_once_more_for_backward(make, recipe):
+    """Megatron-FSDP gives each use memory of its own, and makes the column layouts before backward."""
+    mine = quantized(make, recipe)
+    plain = copy.deepcopy(mine)
+    weights = [parameter for parameter in mine.parameters() if is_quantized(parameter)]
+
+    def gather():
+        for weight in weights:
+            weight.update_usage(rowwise_usage=True, columnwise_usage=False)
+            name = "_rowwise_data" if hasattr(weight, "_rowwise_data") else "_data"
+            former = getattr(weight, name)
+            setattr(weight, name, former.clone())
+            former.zero_()
+
+    def gathered(y):
+        gather()
+        post_all_gather_processing(weights)
+        return torch.ones_like(y)
+
+    for seed in range(2):
+        torch.manual_seed(seed)
+        x = torch.randn(32, 128).bfloat16()
+        gather()
+        results = step(mine, x, recipe, gathered), step(plain, x, recipe, torch.ones_like)
+        for got, expected in zip(*results, strict=True):
+            assert torch.equal(got, expected)
+    assert weights
 
 
 @EACH

@@ -75,6 +75,10 @@ def field(name: str, doc: str) -> Any:
             shape = self.shape if isinstance(self, torch.Tensor) else None
             check_bytes((tensor,), type(self).__name__, shape)
         setattr(self._value, name, tensor)
+        if name == "row":
+            # The bytes are the caller's, who gathers them again for each use as Megatron-FSDP does: backward reads the
+            # bytes that are there then.
+            self._value.keeps_col = False
 
     def delete(self: QuantizedTensorStorage) -> None:
         setattr(self._value, name, None)
