@@ -42,8 +42,8 @@ def test_padding_and_positions(lengths, factor, dtype):
 
 
 def on_rank(monkeypatch, ranks, rank):
-    monkeypatch.setattr(packed, "get_distributed_world_size", lambda _: ranks)
-    monkeypatch.setattr(packed, "get_distributed_rank", lambda _: rank)
+    monkeypatch.setattr(packed_batches, "get_distributed_world_size", lambda _: ranks)
+    monkeypatch.setattr(packed_batches, "get_distributed_rank", lambda _: rank)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -66,7 +66,10 @@ def test_each_rank_has_a_chunk_from_either_end_of_each_sequence(ranks, monkeypat
 
 def test_wrong_arguments_are_named(monkeypatch):
     tokens, ends = torch.arange(8), torch.tensor([0, 4, 8])
-    pad, positions = packed_batches.pad_thd_sequences_for_cp, packed_batches.generate_positional_ids_for_cp
+    pad, positions = (
+        packed_batches.pad_thd_sequences_for_cp,
+        packed_batches.generate_positional_ids_for_cp,
+    )
     share = packed_batches.get_batch_on_this_cp_rank
     on_rank(monkeypatch, 2, 0)
     cases = [
