@@ -17,12 +17,12 @@ from te_fast.tensor.primary import is_quantized
 KINDS = {"parts": {}, "single": {"single_grouped_weight": True}}
 
 
-def make(recipe, kind="parts", outputs=48, **options):
+def make(recipe, kind="parts", outputs=48, *, bias=False, **options):
     torch.default_generator.manual_seed(7)
     with te.quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True):
         return te.GroupedLinear(
             *(len(SPLITS), 144, outputs),
-            bias=False,
+            bias=bias,
             device="cpu",
             params_dtype=torch.bfloat16,
             **KINDS[kind],
@@ -280,3 +280,16 @@ def test_whole_blocks(recipe, single):
     assert sum(map(is_quantized, mine.parameters())) == (2 if single else 8)
     for got, expected in zip(*found, strict=True):
         assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_that_were_made_in_inference_mode(recipe, kind, bias):
+    """They have no version counter. A model that is built for serving has such weights."""
+    layer = make(recipe, kind, bias=bias)
+    with torch.inference_mode():
+        served = copy.deepcopy(layer)
+    x, _ = inputs(layer)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode(), te.autocast(recipe=recipe):
+            assert torch.equal(served(x, SPLITS), layer(x, SPLITS))

@@ -185,3 +185,18 @@ def test_parts_in_memory_of_the_callers_stay_there():
         getattr(layer, f"{part}_weight").data = row
     layer.to(torch.float32)  # this call moves nothing
     assert layer.q_weight.data_ptr() == buffer[3].data_ptr()
+
+
+def test_frozen_parts_that_were_made_in_inference_mode():
+    """They have no version counter, and let gradients pass to the input."""
+    layer = make(parameters_split=("q", "k", "v")).requires_grad_(False)
+    with torch.inference_mode():
+        served = make(parameters_split=("q", "k", "v")).requires_grad_(False)
+        served.load_state_dict(layer.state_dict())
+    x, grad = inputs(32, layer)
+    found = []
+    for each in (layer, served):
+        own = x.detach().clone().requires_grad_()
+        each(own).backward(grad)
+        found.append(own.grad)
+    assert torch.equal(*found)

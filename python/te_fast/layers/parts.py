@@ -16,6 +16,7 @@ from te_fast.runtime.parts import (
     joined,
     lay_together,
     save_alone,
+    version_of,
     whole_of,
 )
 from te_fast.tensor import stacks
@@ -36,7 +37,7 @@ class _Concatenate(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.versions = None
         if is_quantized(parts[0]):
-            ctx.versions = [part._version for part in parts]
+            ctx.versions = [version_of(part) for part in parts]
             return stack_of(parts)
         return whole_of(list(parts)) if adjacent else joined([part.detach() for part in parts])
 
@@ -101,7 +102,7 @@ def concatenate(
 
 def _check_versions(layer: str, parts: Sequence[torch.Tensor], versions: list[int]) -> None:
     """Raise if a part has changed since it had these versions; messages have the layer's name."""
-    if versions != [part._version for part in parts]:
+    if versions != [version_of(part) for part in parts]:
         message = (
             f"{layer}: a part of the weight was modified by an inplace operation between forward and backward; modify "
             "it after backward"
@@ -121,7 +122,7 @@ def watch(layer: PartedLayer, weight: torch.Tensor, out: torch.Tensor) -> None:
     name, parts = layer.name, [getattr(layer, name) for name in layer.weight_names]
     if weight.data_ptr() != parts[0].data_ptr():  # a copy stays as it is
         return
-    versions = [part._version for part in parts]
+    versions = [version_of(part) for part in parts]
     out.grad_fn.register_prehook(lambda _: _check_versions(name, parts, versions))
 
 

@@ -8,6 +8,7 @@ import torch
 
 from te_fast.errors import StateError
 from te_fast.runtime import delayed, native, rows, scale_tape
+from te_fast.runtime.parts import version_of
 from te_fast.runtime.second_order import differentiable_once, no_forward_mode
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ class _Recomputed(torch.autograd.Function):
     ) -> Any:
         ctx.layer, ctx.is_first_microbatch, ctx.names = layer, is_first_microbatch, names
         ctx.parameters = parameters
-        ctx.versions = [_version(parameter) for parameter in parameters]
+        ctx.versions = [version_of(parameter) for parameter in parameters]
         ctx.first = scale_tape.Recording()
         ctx.save_for_backward(x)
         needs_x = x.requires_grad
@@ -49,7 +50,7 @@ class _Recomputed(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor, *others: torch.Tensor) -> tuple[Any, ...]:
         layer, (x,) = ctx.layer, ctx.saved_tensors
         for name, parameter, version in zip(ctx.names, ctx.parameters, ctx.versions, strict=True):
-            if _version(parameter) != version:
+            if version_of(parameter) != version:
                 message = (
                     f"{layer.name}: {name} has been modified by an inplace operation since the "
                     "forward that backward runs again"
@@ -67,10 +68,6 @@ class _Recomputed(torch.autograd.Function):
         if ctx.updates:
             delayed.update_scales(forward=False)
         return (None, None, None, dx, *gradients)
-
-
-def _version(parameter: torch.Tensor) -> int:
-    return 0 if parameter.is_inference() else parameter._version
 
 
 def recomputed(

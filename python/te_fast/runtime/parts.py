@@ -45,6 +45,11 @@ def whole_of(parts: list[torch.Tensor]) -> torch.Tensor:
     return whole
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """Return the number of writes that torch has counted; tensors of ``torch.inference_mode()`` count none."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def lay_together(lists: list[list[torch.Tensor]]) -> None:
     """Move parts to one memory, in order, so that calls read them without a copy."""
     for parts in lists:
