@@ -2,8 +2,12 @@
 
 import copy
 import gc
+import io
+import os
 import pickle
 from functools import partial
+from multiprocessing import reduction
+from multiprocessing.context import set_spawning_popen
 
 import pytest
 import torch
@@ -339,6 +343,38 @@ def test_copies_have_buffers_of_their_own():
             record(other, [1.0, 2.0, 4.0])
         assert other.scale.tolist() == [448.0, 224.0, 112.0]
         assert state.scale.tolist() == [1.0] * 3
+
+
+class SpawnedProcess:
+    """Takes the files that a process is given, as ``multiprocessing`` does while it pickles the arguments."""
+
+    def __init__(self):
+        self.files = []
+
+    def duplicate_for_child(self, file):
+        self.files.append(file)
+        return file
+
+    DupFd = staticmethod(int)
+
+
+def test_a_spawned_process_can_take_a_layer():
+    """It gets the memory of pickled tensors when it starts, which is after the pickling."""
+    recipe = DelayedScaling(amax_history_len=2)
+    layer = te.Linear(64, 64, device="cpu")
+    with te.autocast(recipe=recipe):
+        layer(torch.randn(32, 64)).sum().backward()
+    layer.zero_grad()
+    process = SpawnedProcess()
+    set_spawning_popen(process)
+    try:
+        reduction.dump(layer, io.BytesIO())
+    finally:
+        set_spawning_popen(None)
+    assert len(process.files) >= 6  # weight, bias, scales and histories
+    assert len(set(process.files)) == len(process.files)
+    for file in process.files:
+        os.fstat(file)
 
 
 def test_global_buffers_show_the_layers():

@@ -67,6 +67,7 @@ class DelayedScalingRecipeState:
         "_has_failed",
         "_native",
         "_owner",
+        "_pickled",
         "_scale",
         "_slots",
         "group",
@@ -228,7 +229,10 @@ class DelayedScalingRecipeState:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the tensors; process groups cannot be pickled, and are left out."""
-        return (_rebuild, (*self._parts(self.recipe)[:-1], None))
+        # A process that is being spawned takes the memory of what is pickled after the pickling, so the copies live on.
+        # torch moves tensors that it pickles for a process to other memory, so the state's own tensors are not pickled.
+        self._pickled = self._parts(self.recipe)[:-1]
+        return (_rebuild, (*self._pickled, None))
 
     def _parts(self, recipe: DelayedScaling) -> tuple[Any, ...]:
         return (recipe, self.mode, self._scale.clone(), self._amax_history.clone(), self.group)
