@@ -254,8 +254,9 @@ def default_slopes(heads: int, device: torch.device) -> torch.Tensor:
     They are computed on the device: nothing is copied there.
     """
     whole = 2 ** math.floor(math.log2(heads))
-    steps = torch.arange(1, whole + 1, device=device)
-    between = torch.arange(1, 2 * (heads - whole) + 1, 2, device=device)
+    kind: dict[str, Any] = {"dtype": torch.float32, "device": device}
+    steps = torch.arange(1, whole + 1, **kind)
+    between = torch.arange(1, 2 * (heads - whole) + 1, 2, **kind)
     return torch.cat((torch.exp2(steps * (-8.0 / whole)), torch.exp2(between * (-4.0 / whole))))
 
 

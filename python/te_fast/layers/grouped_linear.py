@@ -780,7 +780,7 @@ class GroupedLinear(PartedLayer):
         counts = extras[0].tolist()
         rows = inputs[0].reshape(-1, self.in_features).split(counts)
         stack = weights[0].view(self.num_gemms, -1)
-        zero = torch.zeros((), device=live.device)
+        zero = live.new_zeros(())
         maxima = [part.abs().amax().float() if part.numel() else zero for part in rows]
         own = slice(0, self.num_gemms * stride, stride)
         live[own] = torch.maximum(live[own], torch.stack(maxima))

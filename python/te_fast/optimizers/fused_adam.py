@@ -614,13 +614,13 @@ class FusedAdam(torch.optim.Optimizer):
         found_inf: torch.Tensor | None,
         grad_scale: torch.Tensor | None,
     ) -> None:
-        device = updates[0].main.device
+        main = updates[0].main
         if not group["bias_correction"]:
-            step = torch.full((), NO_CORRECTION, device=device)
+            step = main.new_full((), NO_CORRECTION)
         elif self.capturable:
             step = group["step"].reshape(()).float()
         else:
-            step = torch.full((), float(group["step"]), device=device)
+            step = main.new_full((), float(group["step"]))
         function = torch._fused_adamw_ if self.adam_w_mode else torch._fused_adam_
         beta1, beta2 = group["betas"]
         function(

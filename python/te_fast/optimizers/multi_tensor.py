@@ -115,7 +115,8 @@ def _norms(
     tensors: list[torch.Tensor], per_tensor: bool, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if not tensors:
-        return torch.zeros(1, device=device), torch.empty(0, device=device)
+        nothing = torch.zeros(1, dtype=torch.float32, device=device)
+        return nothing, nothing.new_empty(0)
     norms = torch.stack(list(torch._foreach_norm(tensors, 2, dtype=torch.float32)))
     total = torch.linalg.vector_norm(norms).reshape(1)
     return total, norms if per_tensor else norms.new_empty(0)

@@ -28,10 +28,11 @@ def make(like: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Te
     dtype : torch.dtype
         One of :data:`MOMENT_DTYPES`.
     """
+    kind: dict[str, Any] = {"dtype": torch.float32, "device": like.device}
     if dtype is not torch.uint8:
-        scale = torch.ones(1, device=like.device) if dtype in _LARGEST else None
+        scale = torch.ones(1, **kind) if dtype in _LARGEST else None
         return torch.zeros_like(like, dtype=dtype), scale
-    ones, zeros = torch.ones(1, device=like.device), torch.zeros(1, device=like.device)
+    ones, zeros = torch.ones(1, **kind), torch.zeros(1, **kind)
     quantizer = Float8Quantizer(ones, zeros, DType.kFloat8E4M3, columnwise=False)
     return quantizer(torch.zeros_like(like, dtype=torch.float32)), torch.ones_like(ones)
 
@@ -64,7 +65,7 @@ def write(stored: torch.Tensor, scale: torch.Tensor | None, values: torch.Tensor
     is_fp8 = isinstance(stored, Float8Tensor)
     largest = _LARGEST[torch.uint8 if is_fp8 else torch.float16]
     # An empty tensor has no maximum.
-    found = values.abs().amax() if values.numel() else torch.zeros(())
+    found = values.abs().amax() if values.numel() else values.new_zeros(())
     scale.copy_((found / largest).clamp_min(_LEAST_SCALE) * (found > 0))
     factor = torch.where(scale > 0, scale.reciprocal(), 1.0)
     if isinstance(stored, Float8Tensor):

@@ -188,7 +188,7 @@ def multi_tensor_adam(
     if not tensor_lists[0]:
         return
     count = float(step) if bias_correction else NO_CORRECTION
-    taken = torch.full((), count, device=tensor_lists[0][0].device)
+    taken = torch.full((), count, dtype=torch.float32, device=tensor_lists[0][0].device)
     _adam(tensor_lists, (lr, beta1, beta2, epsilon, weight_decay), taken, mode)
 
 
