@@ -407,13 +407,16 @@ def test_no_tokens(kind):
     q, k, v = torch.zeros(2, 0, HEADS, D), *torch.zeros(2, 2, 0, GROUPS, D)
     ends = torch.zeros(3, dtype=torch.int32)
     assert layer(q, k, v, cu_seqlens_q=ends, cu_seqlens_kv=ends).shape == (2, 0, HEADS * D)
-    packed = module(qkv_format="thd", attn_mask_type="padding")
-    given = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends}
+    how = {"softmax_type": "learnable", "device": "cpu"}
+    packed = module(qkv_format="thd", attn_mask_type="padding", **how)
+    bias = torch.zeros(1, HEADS, 0, 0, requires_grad=True)
+    given = {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": bias}
     heads = [t[0].clone().requires_grad_() for t in (q, k, v)]
-    out = packed(*heads, **given)
+    out = packed(*heads, cu_seqlens_q=ends, cu_seqlens_kv=ends, **given)
     assert out.shape == (0, HEADS * D)
     out.sum().backward()
-    assert all(t.grad.shape == t.shape for t in heads)
+    # A parameter without a gradient would stop DistributedDataParallel.
+    assert all(t.grad.shape == t.shape for t in (*heads, bias, packed.softmax_offset))
 
 
 def test_recomputed_attention_has_the_same_bits():

@@ -219,9 +219,8 @@ def attend(
     if grouped:  # no kernel takes groups and a mask
         repeats = q.shape[1] // k.shape[1]
         k, v = (tensor.repeat_interleave(repeats, dim=1) for tensor in (k, v))
-    if bias is not None and bias.requires_grad and not _want_gradients(q, k, v):
-        # torch's kernels keep what backward reads only for queries, keys and values: this sum of nothing needs them.
-        q = q + bias[..., :0].sum()
+    if bias is not None and bias.requires_grad and _gives_biases_no_gradient(q, k, v):
+        q = q + bias[..., :0].sum()  # this sum of nothing leads the gradient there
     given = mask if bias is None else bias
     y = functional.scaled_dot_product_attention(
         q, k, v, attn_mask=given, dropout_p=scores.dropout, scale=scores.scale
@@ -248,8 +247,11 @@ def _attend_in_windows(
     return out.unflatten(0, (q.shape[0], sizes[0])).transpose(1, 2)
 
 
-def _want_gradients(*tensors: torch.Tensor) -> bool:
-    return any([tensor.requires_grad for tensor in tensors])
+def _gives_biases_no_gradient(*tensors: torch.Tensor) -> bool:
+    """Tell whether torch's kernels forget a bias: they work for queries, keys and values, and not on empty tensors."""
+    if not any([tensor.requires_grad for tensor in tensors]):
+        return True
+    return not is_in_graph() and not all([tensor.numel() for tensor in tensors])
 
 
 @torch.no_grad()
