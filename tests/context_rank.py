@@ -322,16 +322,20 @@ def tensors_may_lie_anyhow():
 @scene
 def autocast_of_torch_decides_the_type():
     here, kind = tokens_here(), device().type
-    for way in ways():
-        *tensors, grad = whole()
+    for way, value in product(ways(), (D, 2 * D)):
+        *tensors, grad = whole(value=value)
+        tensors = [
+            tensors[0] * 6,
+            *tensors[1:],
+        ]  # large scores, which the type of products must not round
         own = [one[:, here].requires_grad_() for one in tensors]
         with torch.autocast(kind, torch.bfloat16):
-            out = attention(way)(*own)
+            out = attention(way, channels=(D, value))(*own)
         assert out.dtype == torch.bfloat16
         out.backward(grad[:, here].flatten(2).bfloat16())
-        want = expected(*tensors, grad)
+        want = expected(*(one.bfloat16() for one in (*tensors, grad)))
         for got, one in zip((out, *(leaf.grad for leaf in own)), want, strict=True):
-            assert (got.double() - one[:, here]).norm() < 1.5e-2 * one[:, here].norm(), way
+            assert (got.double() - one[:, here]).norm() < 1e-2 * one[:, here].norm(), (way, value)
         assert all(leaf.grad.dtype == torch.float32 for leaf in own)
 
 
@@ -637,9 +641,36 @@ def ranks_that_disagree():
         ):
             layer(*own)
         own = [torch.ones(1, 8, HEADS, D) for _ in "qkv"]
-        with raises(RuntimeError, "core: the mask or another setting of the call must be the same"):
-            layer(*own, attn_mask_type=("causal", "no_mask")[rank % 2 ^ rank // 2])
+        is_other = bool(rank % 2 ^ rank // 2)
+        setting = "core: the mask, keys, values or another setting of the call must be the same"
+        with raises(RuntimeError, setting):
+            layer(*own, attn_mask_type=("causal", "no_mask")[is_other])
+        longer = [own[0], *torch.ones(2, 1, 8 + 4 * is_other, HEADS, D)]
+        with raises(RuntimeError, setting):
+            layer(*longer, attn_mask_type="no_mask")
+        with (
+            torch.autocast(device().type, torch.bfloat16, enabled=is_other),
+            raises(RuntimeError, "core: the input's type must be the same"),
+        ):
+            layer(*own)
         assert torch.isfinite(layer(*own)).all()
+
+
+@scene
+def ranks_that_want_other_gradients():
+    rank, _ = rank_and_size()
+    is_other = bool(rank % 2 ^ rank // 2)
+    for way, frozen in product(ways(), range(4)):
+        how = {"softmax_type": "learnable", "device": device()} if way == "a2a" else {}
+        layer = attention(way, name="core", **how)
+        own = [torch.ones(1, 8, HEADS, D).requires_grad_() for _ in "qkv"]
+        wanted = [*own, *layer.parameters()]
+        if frozen < len(wanted):
+            wanted[frozen].requires_grad_(not is_other)
+            with raises(RuntimeError, "core: the set of what wants gradients must be the same"):
+                layer(*own)
+            wanted[frozen].requires_grad_()
+        layer(*own).sum().backward()
 
 
 @scene

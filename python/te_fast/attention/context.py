@@ -25,6 +25,7 @@ from te_fast.attention.rules import CPLoadBalancingStrategy
 from te_fast.attention.scores import Scores
 from te_fast.attention.shares import ContextShare
 from te_fast.errors import DtypeError, ShapeError, UnsupportedError
+from te_fast.ops.common import autocast_dtype
 from te_fast.parallel.agreement import Agreement
 from te_fast.runtime.collectives import (
     check_is_group,
@@ -90,7 +91,8 @@ class ContextRanks:
         RanksError
             If ranks make different calls, or one is gone or late.
         """
-        self._check_alike((q, k, v), scores)
+        q, k, v = _as_autocast(q, k, v)
+        self._check_alike(q, k, v, scores)
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> Any:
             if self.attending is None:
@@ -120,7 +122,8 @@ class ContextRanks:
         RanksError
             As :meth:`attend`.
         """
-        self._check_alike((q, k, v), scores, [packing.ends.shape[0] for packing in packings])
+        q, k, v = _as_autocast(q, k, v)
+        self._check_alike(q, k, v, scores, [packing.ends.shape[0] for packing in packings])
         is_balanced = self.is_balanced
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> Any:
@@ -191,15 +194,24 @@ class ContextRanks:
         return y
 
     def _check_alike(
-        self, tensors: tuple[torch.Tensor, ...], scores: Scores, sequences: Sequence[int] = ()
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scores: Scores,
+        sequences: Sequence[int] = (),
     ) -> None:
         """Raise on all ranks if they do not make the same call."""
-        of_rule = (*scores.rule[1:], scores.scale, scores.dropout, scores.softcap, *sequences)
-        settings = str(of_rule)
+        kept = *scores.rule[1:], scores.scale, scores.dropout, scores.softcap, *sequences
+        settings = str((*kept, tuple(k.shape), tuple(v.shape)))
+        given = (q, k, v) if scores.sink is None else (q, k, v, scores.sink)
+        grads = torch.is_grad_enabled()
+        needs = [grads and tensor.requires_grad for tensor in given]
         for agreement in self._agreements:
-            for tensor in tensors:
-                wants = torch.is_grad_enabled() and tensor.requires_grad
-                agreement.check(tensor, wanted=wants, needs_input=wants, settings=settings)
+            # One comparison for all tensors: a kind of call is known to all ranks or to none.
+            agreement.check(
+                q, wanted=any(needs), needs_input=needs[0], needs=needs[1:], settings=settings
+            )
 
     def check(self, q: torch.Tensor, k: torch.Tensor, scores: Scores) -> None:
         """Raise for what ranks cannot compute together.
@@ -323,6 +335,16 @@ def _needs_whole_keys(scores: Scores) -> dict[str, bool]:
         "softcap": scores.softcap != 0.0,
         "attention_dropout": scores.dropout != 0.0,
     }
+
+
+def _as_autocast(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Cast as torch's autocast does for attention, before tensors travel: ranks compare this type, and send less."""
+    dtype = autocast_dtype(q)
+    if dtype is None or q.dtype == torch.float64:
+        return q, k, v
+    return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
 def _size_of(group: Any) -> int:

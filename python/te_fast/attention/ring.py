@@ -22,7 +22,6 @@ from te_fast.attention.parts import (
     merge_part,
 )
 from te_fast.attention.travel import KeysAndValues, Travel, gathered, scattered
-from te_fast.ops.common import autocast_dtype
 from te_fast.runtime.collectives import get_distributed_rank, get_distributed_world_size
 from te_fast.runtime.second_order import differentiable_once
 
@@ -316,8 +315,8 @@ def attend_in_ring(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ring: Ring
     RanksError
         If another rank is gone or late.
     """
-    dtype = autocast_dtype(q)
-    if dtype is not None:  # as torch's own attention
-        q, k, v = (one if one.dtype == torch.float64 else one.to(dtype) for one in (q, k, v))
-    out: torch.Tensor = _Attention.apply(q, k, v, ring)
+    with torch.autocast(
+        q.device.type, enabled=False
+    ):  # it would round the scores of plain products
+        out: torch.Tensor = _Attention.apply(q, k, v, ring)
     return out

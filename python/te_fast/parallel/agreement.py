@@ -108,7 +108,7 @@ class Agreement:
             "input's type": [zlib.crc32(str(x.dtype).encode())],
             "recipe": [zlib.crc32(recipe.encode())],
             "sizes and settings of the layer": [zlib.crc32(self._layer.encode())],
-            "mask or another setting of the call": [zlib.crc32(settings.encode())],
+            "mask, keys, values or another setting of the call": [zlib.crc32(settings.encode())],
             "set of what wants gradients": [zlib.crc32(bytes(wants))],
             "number of each expert's rows": [zlib.crc32(repr(splits).encode())],
             "communication_chunks, or CUDA_DEVICE_MAX_CONNECTIONS,": list(map(int, setting())),
