@@ -568,6 +568,7 @@ BAD = {
     ),
     "score_mod": ({"score_mod": lambda *_: None}, UnsupportedError, "score_mod"),
     "bf16": ({"bf16_backward": True}, UnsupportedError, "bf16_backward"),
+    "caps": ({"softcap": torch.ones(2)}, DtypeError, "softcap must be a number"),
 }
 
 
@@ -757,6 +758,11 @@ def test_arguments_that_do_not_fit_name_the_layer(name):
     argument = next(argument for argument in given if not argument.endswith("type"))
     with pytest.raises(error, match=f"mine: .*{argument}|mine: a padding mask"):
         layer(q, q, q, **given)
+
+
+def test_a_padding_mask_has_the_dimension_of_sequences():
+    with pytest.raises(ShapeError, match=r"must have shape \[1, 1, 1, 1\], got \[\]"):
+        module(attn_mask_type="padding")(*Case([1], [1]).given("sbhd"), torch.tensor(False))
 
 
 def test_a_mask_of_fewer_dimensions_broadcasts():

@@ -352,7 +352,7 @@ def checked_cap(attention: Any, cap: Any) -> float:
     try:
         # Comparisons, since functions of math refuse the numbers of a trace with dynamic=True.
         fits = 0.0 <= cap < math.inf
-    except TypeError:
+    except (TypeError, RuntimeError):  # of texts, and of several numbers
         check_numbers(attention.name, softcap=cap)
         raise
     if not fits:
@@ -390,7 +390,7 @@ def check_padding(
             got = part.dtype if isinstance(part, torch.Tensor) else type(part).__name__
             message = f"{attention.name}: attention_mask must be of torch.bool, got {got}"
             raise DtypeError(message)
-        if part.numel() != batch * size or part.shape[0] != batch:
+        if part.numel() != batch * size or part.dim() == 0 or part.shape[0] != batch:
             message = (
                 f"{attention.name}: a padding mask must have shape {[batch, 1, 1, size]}, got {list(part.shape)}; "
                 "cross attention takes two, for queries and for keys"
