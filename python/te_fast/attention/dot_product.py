@@ -94,8 +94,8 @@ class DotProductAttention(TransformerEngineBaseModule):
     bottom_right_diagonal : bool, optional
         Whether windows and ALiBi use the bottom right diagonal, for mask types that do not say; the default is True.
     softcap : float, default = 0.0
-        Bounds scaled scores by ``softcap · tanh(scores / softcap)``. The whole matrix of scores is then computed in
-        FP32. 0 sets no bound.
+        Bounds scaled scores by ``softcap · tanh(scores / softcap)``. The whole matrix of scores is then in memory, and
+        products of queries and keys are rounded to their type. 0 sets no bound.
     tp_size : int, default = 1
         Ranks that share the heads: tensors have ``num_attention_heads / tp_size`` and ``num_gqa_groups / tp_size``.
     tp_group : torch.distributed.ProcessGroup, optional
