@@ -16,6 +16,7 @@ import torch.distributed as dist
 import te_fast.pytorch as te
 from parallel_rank import raises, rank_and_size
 from ranks import Scenes, Stop, device
+from te_fast.attention import ring
 from te_fast.runtime.compiling import CAN_COMPILE
 
 scenes = Scenes()
@@ -337,6 +338,35 @@ def autocast_of_torch_decides_the_type():
         for got, one in zip((out, *(leaf.grad for leaf in own)), want, strict=True):
             assert (got.double() - one[:, here]).norm() < 1e-2 * one[:, here].norm(), (way, value)
         assert all(leaf.grad.dtype == torch.float32 for leaf in own)
+
+
+@scene
+def tensors_of_inference_serve_outside_of_it():
+    here = tokens_here()
+    for way in ways():
+        layer = attention(way)
+        with torch.inference_mode():
+            own = [one[:, here].clone() for one in whole()[:3]]
+            want = layer(*own)
+        assert torch.equal(layer(*own), want)
+
+
+@scene
+def a_call_that_failed_on_all_ranks_can_be_made_again():
+    here = tokens_here()
+    for way in ways():
+        layer, tensors = attention(way), whole()
+
+        def fail(*_):
+            raise MemoryError
+
+        for name in ("_attend", "_differentiate"):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(ring, name, fail)
+                if way != "a2a":
+                    with pytest.raises(MemoryError):
+                        run(layer, tensors, here)
+            check(layer, tensors, here, 1e-5, way)
 
 
 @scene

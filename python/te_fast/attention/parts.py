@@ -58,7 +58,8 @@ def _chosen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool) 
     """Return the kernel that torch chooses; None if that returns no sums, so that plain products do it."""
     if q.is_cuda and (q.shape[-1] % 8 or v.shape[-1] % 8):
         return None  # torch pads channels
-    q, k, v = (tensor.detach().requires_grad_() for tensor in (q, k, v))
+    # Tensors of inference cannot want gradients outside of it.
+    q, k, v = (one.detach().requires_grad_(not one.is_inference()) for one in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
     number = torch._fused_sdp_choice(q, k, v, is_causal=is_causal, enable_gqa=grouped)
     kernel = (ON_GPUS if q.is_cuda else ON_THE_HOST).get(number)

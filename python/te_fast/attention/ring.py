@@ -6,7 +6,8 @@ other, and results are merged (:mod:`te_fast.attention.parts`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import closing
 from typing import Any, NamedTuple
 
 import torch
@@ -227,23 +228,27 @@ def _visit(ring: Ring, pieces: list[_Piece], own: KeysAndValues, attend: Any) ->
         for piece in pieces:
             attend(piece, _keys_of(keys, piece), _keys_of(values, piece))
         return
-    for at, given in _by_travel(ring, pieces, own):
-        if at is not None:
-            attend(at, *given)
+    with closing(_by_travel(ring, pieces, own)) as arrivals:
+        for at, given in arrivals:
+            if at is not None:
+                attend(at, *given)
 
 
 def _by_travel(
     ring: Ring, pieces: list[_Piece], own: KeysAndValues
-) -> Iterator[tuple[_Piece | None, list[torch.Tensor]]]:
+) -> Generator[tuple[_Piece | None, list[torch.Tensor]], None, None]:
     """Yield each rank's piece with its keys and values, this rank's first, while the next ones travel."""
     rank, ranks = get_distributed_rank(ring.group), get_distributed_world_size(ring.group)
     for step in range(ranks):
         travel = Travel(ring.group, ring.name, own.memory) if step + 1 < ranks else None
         source = (rank - step) % ranks
         found = next((piece for piece in pieces if source in piece.sources), None)
-        yield found, [tensor[:, :, found.keys] for tensor in own.both()] if found else []
-        if travel is not None:
-            own = own.like(travel.wait())
+        try:
+            yield found, [tensor[:, :, found.keys] for tensor in own.both()] if found else []
+        finally:  # what travels must arrive, also if attention fails: else the next call meets it
+            arrived = None if travel is None else travel.wait()
+        if arrived is not None:
+            own = own.like(arrived)
 
 
 def _visit_back(
@@ -277,19 +282,23 @@ def _back_by_travel(
 ) -> KeysAndValues:
     mine = own.like(_zeros_like(own.memory))
     back: Travel | None = None
-    for step, (piece, given) in enumerate(_by_travel(ring, pieces, own)):
-        found = () if piece is None else differentiate(piece, *given)
-        # Gradients of others' keys follow the keys, a step behind them, and end where these began.
-        grads = mine
-        if step > 0:
-            grads = own.like(torch.zeros_like(mine.memory) if back is None else back.wait())
-        for grad, one in zip(grads.both(), found, strict=False):
-            assert piece is not None
-            _add(grad, piece.keys, one)
-        if step > 0:
-            back = Travel(ring.group, ring.name, grads.memory)
-    assert back is not None
-    mine.memory.add_(back.wait())
+    try:
+        with closing(_by_travel(ring, pieces, own)) as arrivals:
+            for step, (piece, given) in enumerate(arrivals):
+                found = () if piece is None else differentiate(piece, *given)
+                # Gradients of others' keys follow the keys, a step behind them, and end where these began.
+                grads = mine
+                if step > 0:
+                    grads = own.like(torch.zeros_like(mine.memory) if back is None else back.wait())
+                for grad, one in zip(grads.both(), found, strict=False):
+                    assert piece is not None
+                    _add(grad, piece.keys, one)
+                if step > 0:
+                    back = Travel(ring.group, ring.name, grads.memory)
+    finally:
+        arrived = None if back is None else back.wait()
+    assert arrived is not None
+    mine.memory.add_(arrived)
     return mine
 
 
