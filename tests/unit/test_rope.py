@@ -15,6 +15,8 @@ from te_fast.runtime.compiling import CAN_COMPILE
 compiles = pytest.mark.skipif(not CAN_COMPILE, reason="torch 2.8 or later")
 
 S, B, H, D = 6, 3, 2, 8
+STARTS = torch.tensor([0, 4, 7])
+PACKED = {"tensor_format": "thd", "cu_seqlens": torch.tensor([0, 2, 4, 6])}
 
 
 def angles(positions=16, dim=D, **options):
@@ -237,11 +239,24 @@ def test_a_graph_has_the_gradients_of_eager(width, dtype):
         ((S, B, H, D), (11, 1, 1, D), {"cp_size": 2}, ShapeError, "11 positions, and 12 tokens"),
         ((5, B, H, D), (16, 1, 1, D), {"cp_size": 2}, ShapeError, "two chunks .*, got 5 tokens"),
         ((S, B, H, D), (16, 1, 1, D), {"cp_size": 2, "cp_rank": 2}, ArgumentError, "from 0 to"),
+        ((S, B, H, D), (16, 2, 1, D), {}, ShapeError, r"for 1 or 3 sequences, got \[16, 2, 1, 8\]"),
+        ((S, B, H, D), (16, 1, 3, D), {}, ShapeError, r"\(positions, 1, 1, channels\)"),
+        ((S, B, H, D), (16, B, 1, D), {"start_positions": STARTS}, ShapeError, "for 1 sequence"),
+        ((S, H, D), (16, B, 1, D), PACKED, ShapeError, "for 1 sequence"),
     ],
 )
-def test_bad_calls(t, freqs, options, error, match):
+@pytest.mark.parametrize("fused", [False, True])
+def test_bad_calls(t, freqs, options, error, match, fused):
     with pytest.raises(error, match=match):
-        apply_rotary_pos_emb(torch.zeros(t), torch.zeros(freqs), **options)
+        apply_rotary_pos_emb(torch.zeros(t), torch.zeros(freqs), fused=fused, **options)
+
+
+@pytest.mark.parametrize(("fmt", "fused"), sampled(["sbhd", "bshd"], [False, True]))
+def test_each_sequence_may_have_angles_of_its_own(fmt, fused):
+    t = torch.randn((S, B, H, D) if fmt == "sbhd" else (B, S, H, D))
+    own = torch.stack([angles()[begin : begin + S, 0] for begin in STARTS.tolist()], 1)
+    wanted = apply_rotary_pos_emb(t, angles(), fmt, STARTS, fused=fused)
+    assert torch.equal(apply_rotary_pos_emb(t, own, fmt, fused=fused), wanted)
 
 
 def test_bad_splits():

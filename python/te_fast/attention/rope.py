@@ -482,7 +482,8 @@ def _check(t: Any, freqs: Any, tensor_format: str) -> None:
     if t.dim() != len(tensor_format):
         message = f"{_OP}: a tensor in {tensor_format} has {len(tensor_format)} dimensions, got shape {list(t.shape)}"
         raise ShapeError(message)
-    if freqs.dim() != 4 or freqs.shape[-1] > t.shape[-1] or freqs.shape[-1] % 2:
+    fits = freqs.dim() == 4 and freqs.shape[-1] <= t.shape[-1] and freqs.shape[-1] % 2 == 0
+    if not fits or freqs.shape[2] not in (1, t.shape[-2]):
         message = (
             f"{_OP}: freqs must be (positions, 1, 1, channels) with an even number of channels, at most the "
             f"{t.shape[-1]} of the heads, got {list(freqs.shape)}"
@@ -506,7 +507,7 @@ def angles_of(
     Parameters
     ----------
     freqs : torch.Tensor
-        ``(positions, 1, 1, d_rot)``.
+        ``(positions, 1, 1, d_rot)``, or ``(positions, batch, 1, d_rot)`` without `start_positions` and `cu_seqlens`.
     shape : torch.Size
         Of the heads.
     tensor_format : {'sbhd', 'bshd', 'thd'}
@@ -521,7 +522,8 @@ def angles_of(
     Raises
     ------
     ShapeError
-        If there are fewer angles than positions, channels make no pairs, or ranks share an odd number of tokens; if
+        If there are fewer angles than positions, or for another number of sequences, channels make no pairs, or ranks
+        share an odd number of tokens; if
         `start_positions` or `cu_seqlens` are no vectors of as many integers as there are sequences.
     DtypeError, DeviceError
         If `start_positions` or `cu_seqlens` are no tensors of integers, or on another device than the angles.
@@ -535,6 +537,14 @@ def angles_of(
     batch = None if tensor_format == "thd" else shape[0 if tensor_format == "bshd" else 1]
     places = {"start_positions": start_positions, "cu_seqlens": cu_seqlens}
     check_places(_OP, freqs.device, batch, places)
+    # Sequences that begin anywhere pick their angles from those of all.
+    own = 1 if batch is None or start_positions is not None else batch
+    if freqs.shape[1] != 1 and freqs.shape[1] != own:
+        message = (
+            f"{_OP}: angles must be {'for 1 sequence' if own == 1 else f'for 1 or {own} sequences'}, got "
+            f"{list(freqs.shape)}"
+        )
+        raise ShapeError(message)
     if tensor_format == "thd":
         assert cu_seqlens is not None
         if share.ranks != 1:
@@ -589,7 +599,8 @@ def apply_rotary_pos_emb(
     t : torch.Tensor
         ``(s, b, h, d)``, ``(b, s, h, d)`` or ``(t, h, d)``.
     freqs : torch.Tensor
-        Angles ``(positions, 1, 1, d_rot)``, FP32; the channels behind the first ``d_rot`` stay.
+        Angles ``(positions, 1, 1, d_rot)``, FP32; the channels behind the first ``d_rot`` stay. Dense formats without
+        `start_positions` also take ``(positions, b, 1, d_rot)``.
     tensor_format : {'sbhd', 'bshd', 'thd'}, default = 'sbhd'
         Format of `t`.
     start_positions : torch.Tensor, optional
