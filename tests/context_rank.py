@@ -653,6 +653,11 @@ def bad_input():
         layer.set_context_parallel_group(dist.group.WORLD, None, None, "a2a+p2p")
     with raises(AssertionError, "one group for cp_comm_type='p2p', got 2"):
         layer.set_context_parallel_group([dist.group.WORLD] * 2, None, None, "p2p")
+    alone = dist.new_group([0])
+    for way, group in (("p2p", alone), ("a2a", alone), ("a2a+p2p", [dist.group.WORLD, alone])):
+        if dist.get_rank() > 0:
+            with raises(RuntimeError, "this rank is not in cp_group; give the group that has it"):
+                layer.set_context_parallel_group(group, None, None, way)
     if CAN_COMPILE:
         with pytest.raises(Exception, match="do not attend in a compiled|UnsupportedError"):
             torch.compile(lambda: layer(q, k, v), backend="eager", fullgraph=True)()

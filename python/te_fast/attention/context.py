@@ -25,10 +25,9 @@ from te_fast.attention.rules import CPLoadBalancingStrategy
 from te_fast.attention.scores import Scores
 from te_fast.attention.shares import ContextShare
 from te_fast.errors import DtypeError, ShapeError, UnsupportedError
-from te_fast.ops.common import autocast_dtype
+from te_fast.ops.common import autocast_dtype, size_of_ranks
 from te_fast.parallel.agreement import Agreement
 from te_fast.runtime.collectives import (
-    check_is_group,
     get_distributed_rank,
     get_distributed_world_size,
     named,
@@ -377,11 +376,14 @@ def ranks_of(
         If `way` is unknown, or needs two groups and has one, or the reverse.
     DtypeError
         If an argument is no group.
+    RanksError
+        If this rank is not in a group.
     """
     is_list = isinstance(cp_group, (list, tuple))
     groups = list(cp_group) if is_list else [cp_group]
     for group in groups:
-        check_is_group(name, "cp_group", group)
+        if group is not None:
+            size_of_ranks(group, name, "cp_group")
     if way not in WAYS:
         message = f"{name}: cp_comm_type must be one of {', '.join(WAYS)}, got {way!r}"
         raise ShapeError(message)

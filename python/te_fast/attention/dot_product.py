@@ -317,6 +317,8 @@ class DotProductAttention(TransformerEngineBaseModule):
             does not fit the number of groups.
         DtypeError
             If `cp_group` is no group.
+        RanksError
+            If this rank is not in a group.
         """
         if not isinstance(load_balancing_strategy, CPLoadBalancingStrategy):
             message = (

@@ -100,6 +100,8 @@ class CompositeModule(torch.nn.Module):
         ------
         ShapeError, DtypeError
             If the arguments do not fit.
+        RanksError
+            If this rank is not in a group.
         """
         arguments = (cp_group, cp_global_ranks, cp_stream, cp_comm_type, load_balancing_strategy)
         self._tell("set_context_parallel_group", *arguments)
