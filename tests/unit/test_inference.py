@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import unittest
 import weakref
 from collections import OrderedDict
@@ -253,6 +255,20 @@ def test_angles_of_new_tokens_alone_are_too_few(fmt):
             with pytest.raises(ShapeError, match=match):
                 layer(x, rotary_pos_emb=te.RotaryPositionEmbedding(D)(1), **given)
         layer(x, rotary_pos_emb=te.RotaryPositionEmbedding(D)(5), **given)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+@pytest.mark.parametrize("paged", [False, True])
+def test_copies_go_on_by_themselves(paged, copied):
+    layer, params = make("bshd"), caches("bshd", paged=paged)
+    params.pre_step(OrderedDict({"a": 5, "b": 2}))
+    layer(torch.randn(2, 5, HIDDEN), inference_params=params)
+    other, x, results = copied(params), torch.randn(2, 1, HIDDEN), []
+    for one in (params, other, params):
+        one.pre_step(OrderedDict({"a": 1, "b": 1}))
+        results.append(layer(x, inference_params=one))
+    assert torch.equal(results[0], results[1])
+    assert not torch.equal(results[1], results[2])
 
 
 @pytest.mark.parametrize("paged", [False, True])
