@@ -116,6 +116,33 @@ def test_fused_rounds_once(dtype):
     assert ((out.double() - wanted).abs() <= wanted.abs() * torch.finfo(dtype).eps / 2 + 1e-6).all()
 
 
+@pytest.mark.parametrize(("interleaved", "width"), sampled([False, True], [D, 4]))
+def test_transforms_of_functions_rotate_too(interleaved, width):
+    freqs = angles(dim=width, interleaved=interleaved)
+
+    def scaled(t):
+        return apply_rotary_pos_emb(t, freqs, fused=True, interleaved=interleaved).pow(3)
+
+    t = torch.randn(2, S, B, H, D, requires_grad=True)
+    wanted = torch.stack([scaled(one) for one in t])
+    assert torch.equal(torch.func.vmap(scaled)(t), wanted)
+    (grad,) = torch.autograd.grad(wanted.sum(), t)
+    got = torch.func.vmap(torch.func.grad(lambda one: scaled(one).sum()))(t.detach())
+    assert torch.allclose(got, grad, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize(("alike", "joined"), sampled([True, False], [True, False]))
+def test_transforms_of_attention_that_rotates(alike, joined):
+    options = {"fuse_qkv_params": joined, "device": "cpu"}
+    layer = te.MultiheadAttention(H * D, H, attention_dropout=0.0, **options)
+    given = angles() if alike else (angles(), angles().clone())
+    x = torch.randn(2, S, B, H * D)
+    wanted = torch.stack([layer(one, rotary_pos_emb=given) for one in x])
+    got = torch.func.vmap(lambda one: layer(one, rotary_pos_emb=given))(x)
+    assert torch.allclose(got, wanted, atol=1e-6)
+
+
 def test_waves_follow_angles_that_change():
     t, freqs = torch.randn(S, B, H, D), angles()
     first = apply_rotary_pos_emb(t, freqs, fused=True)

@@ -277,6 +277,16 @@ class _Rotate(torch.autograd.Function):
         return dt, None, None, None, None, None
 
 
+def _rotated(
+    t: torch.Tensor, waves: Waves, interleaved: bool, heads: int, transposed: bool = False
+) -> torch.Tensor:
+    """Rotate the first heads by one node of autograd; ``torch.func`` takes none, and gets operations of torch."""
+    if not is_compiling() and torch._C._are_functorch_transforms_active():
+        return _combined(t, waves, interleaved, heads, transposed)
+    out: torch.Tensor = _Rotate.apply(t, *waves, interleaved, heads, transposed)
+    return out
+
+
 class Heads(NamedTuple):
     """Where queries, keys and values lie in the columns of their product.
 
@@ -401,12 +411,12 @@ def split_rotated(
         parts = operators.split_rotated(packed, *of_q, *of_k, sizes, interleaved)
     elif are_alike and not heads.is_grouped:
         whole = packed.unflatten(-1, (-1, heads.channels))
-        turned = _Rotate.apply(whole, *of_q, interleaved, heads.queries + heads.groups)
+        turned = _rotated(whole, of_q, interleaved, heads.queries + heads.groups)
         parts = turned.split_with_sizes((heads.queries, heads.groups, heads.groups), -2)
     else:
         q, k, v = heads.split(packed)
-        q = _Rotate.apply(q, *of_q, interleaved, heads.queries)
-        parts = q, _Rotate.apply(k, *of_k, interleaved, heads.groups), v
+        q = _rotated(q, of_q, interleaved, heads.queries)
+        parts = q, _rotated(k, of_k, interleaved, heads.groups), v
     return parts if order is None else tuple([part.permute(order) for part in parts])
 
 
@@ -456,7 +466,7 @@ def rotate(
     transposed : bool
         Rotate gradients back.
     """
-    return _Rotate.apply(t, *waves, interleaved, t.shape[-2], transposed)
+    return _rotated(t, waves, interleaved, t.shape[-2], transposed)
 
 
 def signed_waves(cos: torch.Tensor, sin: torch.Tensor) -> Waves:
