@@ -278,6 +278,13 @@ def test_bad_calls(t, freqs, options, error, match, fused):
         apply_rotary_pos_emb(torch.zeros(t), torch.zeros(freqs), fused=fused, **options)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_complex_waves_are_no_angles(fused):
+    waves = torch.polar(torch.ones(S, 1, 1, D), angles(S))
+    with pytest.raises(DtypeError, match="angles must be real, got torch.complex64"):
+        apply_rotary_pos_emb(torch.zeros(S, B, H, D), waves, fused=fused)
+
+
 @pytest.mark.parametrize(("fmt", "fused"), sampled(["sbhd", "bshd"], [False, True]))
 def test_each_sequence_may_have_angles_of_its_own(fmt, fused):
     t = torch.randn((S, B, H, D) if fmt == "sbhd" else (B, S, H, D))

@@ -12,7 +12,7 @@ from torch.compiler import is_compiling
 from te_fast.attention import operators
 from te_fast.attention.arguments import check_places
 from te_fast.attention.shares import WHOLE, ContextShare, share_of
-from te_fast.errors import DeviceError, ShapeError, UnsupportedError
+from te_fast.errors import DeviceError, DtypeError, ShapeError, UnsupportedError
 from te_fast.layers.parameters import check_sizes
 from te_fast.runtime import native
 from te_fast.runtime.arguments import check_numbers, check_tensors
@@ -536,7 +536,7 @@ def angles_of(
         share an odd number of tokens; if
         `start_positions` or `cu_seqlens` are no vectors of as many integers as there are sequences.
     DtypeError, DeviceError
-        If `start_positions` or `cu_seqlens` are no tensors of integers, or on another device than the angles.
+        If angles are complex; if `start_positions` or `cu_seqlens` are no tensors of integers, or on another device.
     """
     if freqs.dim() != 4 or freqs.shape[-1] % 2:
         message = (
@@ -544,6 +544,9 @@ def angles_of(
             f"{list(freqs.shape)}"
         )
         raise ShapeError(message)
+    if freqs.is_complex():  # waves, as some models keep them
+        message = f"{_OP}: angles must be real, got {freqs.dtype}; pass waves.angle(), once for each channel"
+        raise DtypeError(message)
     batch = None if tensor_format == "thd" else shape[0 if tensor_format == "bshd" else 1]
     places = {"start_positions": start_positions, "cu_seqlens": cu_seqlens}
     check_places(_OP, freqs.device, batch, places)
