@@ -789,6 +789,9 @@ def test_heads_on_several_devices_are_refused():
     q = torch.ones(8, 2, HEADS, D)
     with pytest.raises(DeviceError, match="must be on one device, got cpu, meta, cpu"):
         te.DotProductAttention(HEADS, D)(q, q.to("meta"), q)
+    layer = te.DotProductAttention(HEADS, D, softmax_type="learnable", device="meta", name="core")
+    with pytest.raises(DeviceError, match="core: softmax_offset is on meta, .* on cpu; move the"):
+        layer(q, q, q)
 
 
 @pytest.mark.parametrize(

@@ -620,6 +620,11 @@ def test_off_by_one_of_a_layer_that_a_checkpoint_fills():
     assert torch.equal(offset, torch.zeros_like(offset))
     x = torch.randn(S, B, HIDDEN)
     assert torch.equal(other(x), layer(x))
+    assigned = copy.deepcopy(layer).to("meta")
+    assigned.load_state_dict(layer.state_dict(), assign=True)
+    with torch.inference_mode():
+        assert torch.equal(assigned(x), layer(x))
+    assigned(x).sum().backward()
 
 
 def test_inputs_without_memory():

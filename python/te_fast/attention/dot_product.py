@@ -42,7 +42,7 @@ from te_fast.attention.rules import (
     sizes_of,
 )
 from te_fast.attention.scores import Bias, Scores
-from te_fast.errors import DtypeError, ShapeError, StateError, UnsupportedError
+from te_fast.errors import DeviceError, DtypeError, ShapeError, StateError, UnsupportedError
 from te_fast.graphs.refusal import refusal
 from te_fast.graphs.region import entered, key_of_region
 from te_fast.layers.base import TransformerEngineBaseModule
@@ -495,7 +495,7 @@ class DotProductAttention(TransformerEngineBaseModule):
 
         Raises
         ------
-        ShapeError, DtypeError
+        ShapeError, DtypeError, DeviceError
             If tensors do not fit each other or the module.
         StateError
             If another layer of the same `layer_number` has used the caches in this step.
@@ -531,7 +531,8 @@ class DotProductAttention(TransformerEngineBaseModule):
         bias = self._bias(core_attention_bias_type, core_attention_bias, alibi_slopes, heads[0])
         dropout = self.attention_dropout if self.training else 0.0
         cap = checked_cap(self, self.softcap if softcap is None else softcap)
-        how = Scores(rule, self.softmax_scale, dropout, bias, sink=self.softmax_offset, softcap=cap)
+        sink = self._sink(heads[0].device)
+        how = Scores(rule, self.softmax_scale, dropout, bias, sink=sink, softcap=cap)
         if self._context is not None:
             self._refuse_with_ranks(inference_params)
         if inference_params is not None:
@@ -542,6 +543,26 @@ class DotProductAttention(TransformerEngineBaseModule):
         )
 
     _called_forward = forward
+
+    def _sink(self, device: torch.device) -> torch.Tensor | None:
+        """Return the offset where queries are.
+
+        Raises
+        ------
+        DeviceError
+            If it is a parameter on another device.
+        """
+        offset = self.softmax_offset
+        if offset is None or offset.device == device:
+            return offset
+        if self.softmax_type == "learnable":
+            message = f"{self.name}: softmax_offset is on {offset.device}, and queries are on {device}; move the layer"
+            raise DeviceError(message)
+        with torch.inference_mode(
+            False
+        ):  # always zero: a checkpoint does not bring it from the meta device
+            self.softmax_offset = torch.zeros_like(offset, device=device)
+        return self.softmax_offset
 
     def _bias(self, kind: str, tensor: Any, slopes: Any, q: torch.Tensor) -> Bias:
         """Return the bias that is added to scores.
