@@ -1,5 +1,6 @@
 """Checkpoints from and to Transformer Engine; classes with the names of its loader stand in for the loader."""
 
+import argparse
 import collections
 import copy
 import io
@@ -19,6 +20,7 @@ from quantized_tensors import parts, quantizer
 from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from te_fast.convert_checkpoint import Report, convert_file, main
 from te_fast.errors import ArgumentError, StateError, UnsupportedError
+from te_fast.state.extra_state import write_as
 
 KEYS = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
 OPTIONS = {"params_dtype": torch.bfloat16, "device": "cpu"}
@@ -233,6 +235,42 @@ def test_nested_checkpoints_keep_their_form():
     assert te_fast.convert_checkpoint(nothing) is nothing
 
 
+class Step(NamedTuple):
+    model: Any
+    number: int
+
+
+def test_containers_keep_their_classes():
+    state = trained(linear, DelayedScaling(amax_history_len=4)).state_dict()
+    by_name = collections.defaultdict(dict, {"model": state})
+    tree = {"step": Step(state, 3), "by_name": by_name, "fixed": types.MappingProxyType(state)}
+    report = Report()
+    made = te_fast.convert_checkpoint(tree, report=report)
+    paths = ("step.0", "by_name.model", "fixed")
+    assert report.states == [f"{path}._extra_state" for path in paths]
+    assert isinstance(made["step"], Step)
+    assert made["step"].number == 3
+    assert made["by_name"].default_factory is dict
+    assert made["step"].model._metadata == state._metadata
+    assert type(made["fixed"]) is types.MappingProxyType
+
+
+def test_modules_are_refused():
+    with pytest.raises(ArgumentError, match=r"Linear.*state_dict\(\)"):
+        te_fast.convert_checkpoint(linear())
+
+
+def test_states_of_te_fast_do_not_depend_on_what_layers_write():
+    state = trained(linear, DelayedScaling(amax_history_len=4)).state_dict()
+    theirs = te_fast.convert_checkpoint(state, to="transformer_engine")
+    write_as("transformer_engine")
+    try:
+        back = te_fast.convert_checkpoint(theirs, to="te_fast")
+    finally:
+        write_as("te_fast")
+    assert torch.equal(back["_extra_state"], state["_extra_state"])
+
+
 def test_what_cannot_be_converted_is_named():
     state = {"fc1._extra_state": torch.ones(9, dtype=torch.uint8)}
     with pytest.raises(StateError, match="fc1"):
@@ -393,6 +431,36 @@ def test_nothing_of_a_file_is_run(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.pt", "torn.pt"]
 
 
+@pytest.mark.parametrize("archive", [True, False])
+def test_damaged_files_are_named(archive, tmp_path):
+    path = tmp_path / "torn.pt"
+    torch.save({"x": torch.ones(99)}, path, _use_new_zipfile_serialization=archive)
+    whole = path.read_bytes()
+    for size in (0, 1, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        with pytest.raises(StateError, match=r"torn\.pt"):
+            convert_file(path, tmp_path / "out.pt")
+    # A memo entry that is not there.
+    path.write_bytes(b"\x80\x02h\x05.")
+    with pytest.raises(StateError, match=r"torn\.pt"):
+        convert_file(path, tmp_path / "out.pt")
+
+
+def test_objects_that_are_not_read_are_named(tmp_path):
+    torch.save({"args": argparse.Namespace(steps=1)}, tmp_path / "own.pt")
+    with pytest.raises(StateError, match=r"argparse\.Namespace.*safe_globals"):
+        convert_file(tmp_path / "own.pt", tmp_path / "out.pt")
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        convert_file(tmp_path / "own.pt", tmp_path / "out.pt")
+
+
+def test_safetensors_are_not_files_of_torch_save(tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    safetensors.save_file({"x": torch.ones(2)}, tmp_path / "own.safetensors")
+    with pytest.raises(StateError, match=r"own\.safetensors: not a checkpoint of torch\.save"):
+        convert_file(tmp_path / "own.safetensors", tmp_path / "out.safetensors")
+
+
 class Sly:
     def __reduce__(self):
         return getattr, (collections.OrderedDict, "fromkeys")
@@ -410,6 +478,7 @@ def test_the_command_line(tmp_path, capsys):
     (folder / "rank0").mkdir(parents=True)
     torch.save(layer.state_dict(), folder / "rank0" / "model.pt")
     torch.save({"x": torch.ones(1)}, folder / "plain.pt")
+    (folder / "folder.pt").mkdir()
     (folder / "notes.txt").write_text("not a checkpoint")
     target = tmp_path / "converted"
     assert main([str(folder), str(target), "--dry-run"]) == 0
@@ -423,6 +492,8 @@ def test_the_command_line(tmp_path, capsys):
     assert main([str(folder), str(target)]) == 2
     assert "is there already" in capsys.readouterr().err
     assert main([str(tmp_path / "none"), str(target)]) == 2
+    assert main([str(folder / "plain.pt"), str(folder / "notes.txt" / "out.pt")]) == 2
+    assert "notes.txt" in capsys.readouterr().err
     assert (
         main([str(target / "rank0" / "model.pt"), str(tmp_path / "back.pt"), "--to", "te_fast"])
         == 0

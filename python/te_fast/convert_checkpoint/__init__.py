@@ -16,10 +16,11 @@ The module itself is callable: ``te_fast.convert_checkpoint(...)`` is
 from __future__ import annotations
 
 import argparse
+import copy
 import io
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TextIO
@@ -113,7 +114,7 @@ def convert_checkpoint(
     StateError
         If a state is damaged.
     ArgumentError
-        If `to` is another name.
+        If `to` is another name, or `checkpoint` is a module.
     UnsupportedError
         If a weight is a HybridQuantizedTensor, and `to` is Transformer Engine without `dequantize`.
 
@@ -139,6 +140,12 @@ def convert_checkpoint(
             f"convert_checkpoint: to must be one of {', '.join(map(repr, _FORMATS))}, got {to!r}"
         )
         raise ArgumentError(message)
+    if isinstance(checkpoint, torch.nn.Module):
+        message = (
+            f"convert_checkpoint: checkpoint must be a state_dict, or containers of some, got {type(checkpoint).__name__}; "
+            "pass its state_dict()"
+        )
+        raise ArgumentError(message)
     report = Report() if report is None else report
     return _Conversion(to, dequantize, report).of(checkpoint, "")
 
@@ -154,10 +161,12 @@ class _Conversion:
             return self._state(value, path)
         if isinstance(value, Mapping):
             return self._mapping(value, path)
-        if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        if isinstance(value, list | tuple):
             made = [self.of(item, f"{path}.{index}") for index, item in enumerate(value)]
             same = all(one is other for one, other in zip(made, value, strict=True))
-            return value if same else type(value)(made)
+            kind = type(value)
+            # A named tuple takes its items one by one.
+            return value if same else getattr(kind, "_make", kind)(made)
         if isinstance(value, QuantizedTensorStorage):
             self.report.weights.append(path)
             return self._weight(value, path)
@@ -170,10 +179,13 @@ class _Conversion:
         }
         if all(made[key] is item for key, item in value.items()):
             return value
-        copy = type(value)(made)
-        # torch keeps versions of modules there.
-        copy.__dict__.update(value.__dict__) if hasattr(value, "__dict__") else None
-        return copy
+        if not isinstance(value, MutableMapping):
+            return type(value)(made)
+        # The copy has the attributes of the mapping; torch keeps versions of modules there.
+        result = copy.copy(value)
+        for key, item in made.items():
+            result[key] = item
+        return result
 
     def _weight(self, value: Any, path: str) -> Any:
         if self.dequantizes:
@@ -197,7 +209,7 @@ class _Conversion:
             return value
         self.report.states.append(path)
         if self.to == "te_fast":
-            return extra_state.pack(read)
+            return extra_state.pack_own(read)
         return pickle_writer.write(read)
 
 
@@ -234,6 +246,8 @@ def convert_file(
         If `source` holds other objects or is damaged, or `target` exists.
     ArgumentError, UnsupportedError
         As of :func:`convert_checkpoint`.
+    OSError
+        If a file cannot be read or written.
 
     See Also
     --------
@@ -271,7 +285,9 @@ def _pairs(source: Path, target: Path) -> list[tuple[Path, Path]]:
             message = f"convert_checkpoint: there is no {source}"
             raise StateError(message)
         return [(source, target)]
-    found = [path for path in sorted(source.rglob("*")) if path.suffix in _SUFFIXES]
+    found = [
+        path for path in sorted(source.rglob("*")) if path.suffix in _SUFFIXES and path.is_file()
+    ]
     if not found:
         message = (
             f"convert_checkpoint: no file of torch.save ({', '.join(_SUFFIXES)}) in {source}; save a distributed "
@@ -328,7 +344,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lines = []
         for source, target in _with_bar(pairs, lambda pair: pair[0].name, sys.stderr):
             lines.append(f"{source} -> {target}: {convert_file(source, target, **options)}")
-    except TeFastError as error:
+    except (TeFastError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
     print("\n".join(lines))

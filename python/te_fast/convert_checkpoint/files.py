@@ -88,16 +88,28 @@ def read(path: Path) -> Any:
     ------
     StateError
         If the file holds other objects, or is damaged.
+    OSError
+        If it cannot be opened.
     """
-    try:
-        with torch.serialization.safe_globals(_known()):
-            return torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, TypeError) as error:
-        message = (
-            f"{path}: not a checkpoint of torch.save, or one with objects that are not read without running code: "
-            f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
-        )
-        raise StateError(message) from error
+    # By its content, not by its name: torch.load takes a path's ending for the format.
+    with path.open("rb") as file, torch.serialization.safe_globals(_known()):
+        try:
+            return torch.load(file, map_location="cpu", weights_only=True)
+        # torch raises errors of many kinds for damaged files: OSError, KeyError and AssertionError among them.
+        except Exception as error:
+            message = (
+                f"{path}: not a checkpoint of torch.save, or one with objects that are not read without running code: "
+                f"{_reason(error)}"
+            )
+            raise StateError(message) from error
+
+
+def _reason(error: Exception) -> str:
+    """Return why torch read no file, in one line."""
+    # torch raises long advice about `weights_only` in place of the unpickler's own error.
+    own = error.__context__ if isinstance(error, pickle.UnpicklingError) else None
+    shown = str(own or error).strip()
+    return shown.splitlines()[0] if shown else type(error).__name__
 
 
 class _Name:

@@ -112,12 +112,24 @@ def pack(state: ExtraState | None, *, of_op: bool = False) -> torch.Tensor:
     if state is None:
         return torch.empty(0, dtype=torch.uint8)
     if _written_as == "te_fast":
-        return _pack_own(state)
+        return pack_own(state)
     write = pickle_writer.op_state if of_op else pickle_writer.layer_state
     return _tensor_of(write(state))
 
 
-def _pack_own(state: ExtraState) -> torch.Tensor:
+def pack_own(state: ExtraState) -> torch.Tensor:
+    """Write a state in te_fast's format.
+
+    Parameters
+    ----------
+    state : ExtraState
+        The state.
+
+    Returns
+    -------
+    torch.Tensor
+        CPU bytes.
+    """
     recipe = state.recipe
     algorithm = recipe.amax_compute_algo
     header = _HEADER.pack(
