@@ -123,6 +123,45 @@ def test_a_script_that_is_not_there_is_told_so(capsys):
     assert "there is no file 'nowhere.py'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--skip -1", "argument --skip: must be 0 or more, got -1"),
+        ("--json /nowhere/report.json", "argument --json: there is no folder /nowhere"),
+        ("--svg /nowhere/report.svg", "argument --svg: there is no folder /nowhere"),
+    ],
+)
+def test_options_that_cannot_be_are_refused_before_the_script_runs(options, message, capsys):
+    with pytest.raises(SystemExit) as left:
+        doctor.main([*options.split(), __file__])
+    assert left.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_arguments_go_to_the_script_and_reports_to_the_folder_of_the_command(tmp_path):
+    (tmp_path / "inner").mkdir()
+    script = "import os, sys\nos.chdir('inner')\nprint(sys.argv[1:])\n"
+    done = run(tmp_path, script, "--", "-m", "--json", "x", options=["--json", "report.json"])
+    assert done.stdout == "['--', '-m', '--json', 'x']\n", done.stderr
+    assert (tmp_path / "report.json").exists()
+
+
+@pytest.mark.slow
+def test_a_profiler_of_the_script_is_left_alone(tmp_path):
+    script = """
+import torch
+model = torch.nn.Linear(8, 8)
+with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as own:
+    for _ in range(9):
+        model(torch.ones(8, 8))
+print(sum(event.count for event in own.key_averages() if event.key == "aten::addmm"))
+"""
+    done = run(tmp_path, script)
+    assert (done.returncode, done.stdout) == (0, "9\n"), done.stderr
+    assert "ran torch's profiler itself" in done.stderr
+
+
 def event(cat, name, ts, dur, tid=1, **args):
     return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "tid": tid, "args": args}
 

@@ -58,6 +58,12 @@ def test_plot_is_a_png(report, tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+def test_plot_names_a_format_that_is_not_there(report, tmp_path):
+    pytest.importorskip("matplotlib")
+    with pytest.raises(ArgumentError, match="report.abc.*png"):
+        report.plot(tmp_path / "report.abc")
+
+
 def test_plot_without_matplotlib_says_what_is_missing(report, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match="pip install matplotlib"):

@@ -466,7 +466,7 @@ def _load(target: str) -> torch.nn.Module:
             transformers: Any = importlib.import_module("transformers")
             try:
                 config = transformers.AutoConfig.from_pretrained(rest, local_files_only=True)
-            except ValueError as error:
+            except (ValueError, OSError) as error:
                 message = f"{target} has no configuration that Transformers knows: {error}"
                 raise ArgumentError(message) from error
             return _made(target, partial(transformers.AutoModelForCausalLM.from_config, config))

@@ -142,8 +142,8 @@ def convert_checkpoint(
         raise ArgumentError(message)
     if isinstance(checkpoint, torch.nn.Module):
         message = (
-            f"convert_checkpoint: checkpoint must be a state_dict, or containers of some, got {type(checkpoint).__name__}; "
-            "pass its state_dict()"
+            "convert_checkpoint: checkpoint must be a state_dict, or containers of some, got "
+            f"{type(checkpoint).__name__}; pass its state_dict()"
         )
         raise ArgumentError(message)
     report = Report() if report is None else report

@@ -24,11 +24,20 @@ from te_fast.doctor.report import Report, rows_of
 from te_fast.doctor.swap import Sketch, swaps
 from te_fast.doctor.trace import Owner
 from te_fast.doctor.watch import Watch
-from te_fast.profiling.arguments import count
+from te_fast.profiling.arguments import count, count_or_none
 from te_fast.profiling.regions import RECIPES
 from te_fast.profiling.timing import environment
 
 __all__ = ["Report", "main"]
+
+
+def _written_later(text: str) -> Path:
+    """Read the path of a file that is written when the script has ended, and may have changed the folder."""
+    path = Path(text).absolute()
+    if not path.parent.is_dir():
+        message = f"there is no folder {path.parent}"
+        raise argparse.ArgumentTypeError(message)
+    return path
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -39,20 +48,24 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--steps", type=count, default=3, help="steps on the clock, and as many under the profiler"
     )
-    parser.add_argument("--skip", type=int, default=2, help="steps before, which warm up")
+    parser.add_argument("--skip", type=count_or_none, default=2, help="steps before, which warm up")
     parser.add_argument(
         "--recipe",
         choices=RECIPES,
         default="current",
         help="recipe of te_fast's modules in the comparison",
     )
-    parser.add_argument("--json", metavar="PATH", help="write the report as JSON")
-    parser.add_argument("--svg", metavar="PATH", help="write a bar chart")
+    parser.add_argument(
+        "--json", type=_written_later, metavar="PATH", help="write the report as JSON"
+    )
+    parser.add_argument("--svg", type=_written_later, metavar="PATH", help="write a bar chart")
     parser.add_argument(
         "-m", dest="is_module", action="store_true", help="the script is a module's name"
     )
-    parser.add_argument("script")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
+    # Of two arguments the first would take a `--` that is the script's.
+    parser.add_argument(
+        "script", nargs=argparse.PARSER, help="the script, and behind it its own arguments"
+    )
     return parser
 
 
@@ -87,7 +100,12 @@ def _run(script: str, arguments: list[str], *, is_module: bool) -> int:
 
 def _notes(watch: Watch) -> list[str]:
     notes = []
-    if watch.clocked and not watch.profiled_steps:
+    if watch.profiler_is_taken:
+        notes.append(
+            "the script ran torch's profiler itself: choose other steps by --skip for figures of backward, the GPU, "
+            "synchronisations and casts"
+        )
+    elif watch.clocked and not watch.profiled_steps:
         notes.append(
             f"the script ended after {len(watch.clocked)} steps, before the profiler began: lower --skip and --steps "
             "for figures of backward, the GPU, synchronisations and casts"
@@ -140,26 +158,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = _parser()
     options = parser.parse_args(arguments)
-    if not options.is_module and not Path(options.script).exists():
-        parser.error(f"there is no file {options.script!r}")
+    script, *own = options.script
+    if not options.is_module and not Path(script).exists():
+        parser.error(f"there is no file {script!r}")
     sketches: list[Sketch] = []
     watch = Watch(
-        max(options.skip, 0),
+        options.skip,
         options.steps,
         lambda roots: sketches.extend(Sketch(root) for root in roots),
     )
     with watch.installed():
-        code = _run(options.script, options.arguments, is_module=options.is_module)
+        code = _run(script, own, is_module=options.is_module)
     if watch.rank != 0:
         return code
-    shown = " ".join([options.script, *options.arguments])
+    shown = " ".join([script, *own])
     try:
         report = _report(shown, watch, sketches, options.recipe)
         print(report, file=sys.stderr)
         if options.json:
             report.write_json(options.json)
         if options.svg:
-            Path(options.svg).write_text(report.svg(), encoding="utf-8")
+            options.svg.write_text(report.svg(), encoding="utf-8")
     except OSError as error:
         print(f"te_fast.doctor: {error}", file=sys.stderr)
         return code or 2

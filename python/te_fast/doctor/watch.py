@@ -86,6 +86,8 @@ class Watch:
         self.profiled_steps = 0
         self.examples: dict[Owner, Example] = {}
         self.is_over = False
+        #: Whether the script's own profiler ran when it was time for the doctor's, which would have ended it.
+        self.profiler_is_taken = False
         #: Memory of this process at the end of the window.
         self.rank = 0
         self._on_end = on_end
@@ -141,14 +143,21 @@ class Watch:
             self.end()
             return
         if self._count > self.skip + self.steps:
-            self.profiled_steps += 1
-            if self._profiler is None:
-                self.profiled_steps = 1
-                self._start_profiler()
+            self._profile_step()
             return
         self.clocked.append(Step())
         self.clocked = self.clocked[-self.steps :]
         self._begin = time.perf_counter_ns()
+
+    def _profile_step(self) -> None:
+        if self._profiler is not None:
+            self.profiled_steps += 1
+        elif torch.autograd._profiler_enabled():
+            self.profiler_is_taken = True
+            self.end()
+        else:
+            self.profiled_steps = 1
+            self._start_profiler()
 
     def _start_profiler(self) -> None:
         activities = [ProfilerActivity.CPU]

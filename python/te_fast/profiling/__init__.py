@@ -105,7 +105,10 @@ class Report:
         Path(path).write_text(json.dumps(self.as_dict(), indent=2) + "\n", encoding="utf-8")
 
     def plot(self, path: str | Path) -> None:
-        """Write a bar chart as PNG: the reference beside the stages of the module."""
+        """Write a bar chart: the reference beside the stages of the module.
+
+        The end of the file's name is the format: ``.png``, ``.svg`` or another of matplotlib's.
+        """
         try:
             from matplotlib.backends.backend_agg import FigureCanvasAgg
             from matplotlib.figure import Figure
@@ -126,7 +129,13 @@ class Report:
         axes.set_xlabel("host time per forward, µs")
         axes.set_title(self.subject, fontsize=10)
         axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
-        figure.savefig(path, dpi=150)
+        try:
+            figure.savefig(path, dpi=150)
+        except ValueError as error:
+            from te_fast.errors import ArgumentError
+
+            message = f"plot: {path}: {error}"
+            raise ArgumentError(message) from error
 
 
 def _reference(module: torch.nn.Module, x: Any, out: Any) -> torch.nn.Linear | None:
@@ -266,7 +275,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=count, default=30, help="bursts per measurement")
     parser.add_argument("--calls", type=count, default=20, help="calls per burst")
     parser.add_argument("--json", metavar="PATH", help="write the report as JSON")
-    parser.add_argument("--plot", metavar="PATH", help="write a bar chart as PNG")
+    parser.add_argument("--plot", metavar="PATH", help="write a bar chart, as .png or .svg")
     return parser
 
 
