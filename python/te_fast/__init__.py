@@ -23,12 +23,15 @@ from te_fast.errors import (
 
 if TYPE_CHECKING:
     from te_fast import common, dispatch, doctor, profiling, pytorch
-    from te_fast.convert import convert
-    from te_fast.convert_checkpoint import convert_checkpoint
+    from te_fast.convert import CallableModule as _Convert
+    from te_fast.convert_checkpoint import CallableModule as _ConvertCheckpoint
     from te_fast.dispatch import auto_pad
     from te_fast.parallel.checkpoint import load_sharded_state_dict, sharded_state_dict
     from te_fast.parallel.overlap import communication_chunks
     from te_fast.profiling import profile
+
+    convert: _Convert
+    convert_checkpoint: _ConvertCheckpoint
 
 #: Transformer Engine's version whose names and signatures ``te_fast.pytorch`` has.
 TRANSFORMER_ENGINE_VERSION = "2.20.2"

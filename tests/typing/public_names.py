@@ -8,6 +8,7 @@ import torch
 import te_fast
 import te_fast.pytorch as te
 from te_fast.common.recipe import DelayedScaling, Float8CurrentScaling, Format, Recipe
+from te_fast.convert_checkpoint import Report
 
 
 def taken(x: torch.Tensor, group: torch.distributed.ProcessGroup) -> te_fast.profiling.Report:
@@ -18,6 +19,14 @@ def taken(x: torch.Tensor, group: torch.distributed.ProcessGroup) -> te_fast.pro
         same: te.autocast = region
     with same, te.autocast(recipe=Float8CurrentScaling()):
         return te_fast.profile(layer, x, rounds=3)
+
+
+def converted(model: torch.nn.Module) -> Report:
+    report = te_fast.convert(model, exclude=("head",))
+    te_fast.convert.load_scaling_state(model, te_fast.convert.scaling_state(model))
+    te_fast.convert_checkpoint(model.state_dict(), to="te_fast")
+    print(report.converted, te_fast.convert.undo(model))
+    return te_fast.convert_checkpoint.convert_file("own.pt", "other.pt")
 
 
 def refused(x: torch.Tensor) -> None:
@@ -32,4 +41,6 @@ def refused(x: torch.Tensor) -> None:
     te.Linear(16, 16, biass=True)  # type: ignore[call-arg]
     te.TransformerLayer(16, 16, 2, heads=2)  # type: ignore[call-arg]
     te.optimizers.FusedAdam([], rate=1e-3)  # type: ignore[call-arg]
+    te_fast.convert(model=1)  # type: ignore[arg-type]
+    te_fast.convert_checkpoint({}, to="torch")  # type: ignore[arg-type]
     te_fast.profile(layer=x)  # type: ignore[call-arg]

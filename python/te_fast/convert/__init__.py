@@ -531,10 +531,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-class _CallableModule(types.ModuleType):
-    """A callable module, so that ``te_fast.convert(...)`` works although ``te_fast.convert`` is a submodule."""
+_Report = Report
+
+
+class CallableModule(types.ModuleType):
+    """A callable module, so that ``te_fast.convert(...)`` works although ``te_fast.convert`` is a submodule.
+
+    Its attributes tell type checkers what the module has.
+    """
 
     __call__ = staticmethod(convert)
+    Report = _Report
+    convert = staticmethod(convert)
+    load_scaling_state = staticmethod(load_scaling_state)
+    main = staticmethod(main)
+    scaling_state = staticmethod(scaling_state)
+    undo = staticmethod(undo)
 
 
-sys.modules[__name__].__class__ = _CallableModule
+sys.modules[__name__].__class__ = CallableModule

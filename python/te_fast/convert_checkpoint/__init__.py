@@ -351,10 +351,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-class _CallableModule(types.ModuleType):
-    """A callable module, so that ``te_fast.convert_checkpoint(...)`` works although it is a submodule."""
+_Report = Report
+
+
+class CallableModule(types.ModuleType):
+    """A callable module, so that ``te_fast.convert_checkpoint(...)`` works although it is a submodule.
+
+    Its attributes tell type checkers what the module has.
+    """
 
     __call__ = staticmethod(convert_checkpoint)
+    Report = _Report
+    convert_checkpoint = staticmethod(convert_checkpoint)
+    convert_file = staticmethod(convert_file)
+    main = staticmethod(main)
 
 
-sys.modules[__name__].__class__ = _CallableModule
+sys.modules[__name__].__class__ = CallableModule

@@ -152,7 +152,7 @@ class Watch:
     def _profile_step(self) -> None:
         if self._profiler is not None:
             self.profiled_steps += 1
-        elif torch.autograd._profiler_enabled():
+        elif torch._C._autograd._profiler_enabled():
             self.profiler_is_taken = True
             self.end()
         else:
