@@ -173,6 +173,23 @@ assert not te.should_set_cuda_device_every_batch()
 te.set_cuda_device_every_batch(True)
 assert te.should_set_cuda_device_every_batch()
 """,
+    "switches of te_fast refuse other values": """
+import os, sys
+from te_fast.errors import ArgumentError
+names = "DEBUG EXPERT_LOOP SYNC GRAPHS LEARN WEIGHTS_TOGETHER EXACT NO_EXCHANGE OWN_GEMM".split()
+for name, value in [(f"TE_FAST_{name}", value) for name in names for value in ("true", "")]:
+    os.environ[name] = value
+    sys.modules.pop("te_fast._config", None)
+    try:
+        import te_fast._config
+    except ArgumentError as error:
+        assert str(error).startswith(f"{name} must be one of 0, 1") and repr(value) in str(error), error
+    else:
+        raise SystemExit(f"{name}={value!r} is taken")
+    del os.environ[name]
+os.environ["TE_FAST_OWN_GEMM"] = "grouped"
+import te_fast.pytorch
+""",
     "torch.compile says nothing of layers": """
 import warnings
 import torch
