@@ -106,6 +106,38 @@ def test_a_layernorm_without_a_bias_is_no_rmsnorm(dtype):
     assert te_fast.convert(model).converted == {"1": "linear layer"}
 
 
+class NormOfSequences(nn.Module):
+    """A norm over all tokens, which looks like an RMSNorm where there is one."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(64)), 1e-6
+
+    def forward(self, x):
+        dims = tuple(range(1, x.dim()))
+        return x * torch.rsqrt(x.square().mean(dims, keepdim=True) + self.eps) * self.weight
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        NormOfSequences,
+        lambda: nn.GroupNorm(1, 64),
+        lambda: nn.BatchNorm1d(64),
+        lambda: nn.BatchNorm1d(64, track_running_stats=False),
+        lambda: nn.InstanceNorm1d(64, affine=True),
+    ],
+)
+def test_norms_over_other_dimensions_are_left_as_they_were(make):
+    model = nn.Sequential(make(), nn.Linear(64, 64))
+    x = torch.randn(8, 64, 64) + 1
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    assert te_fast.convert(model).converted == {"1": "linear layer"}
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    expected = nn.functional.linear(model[0](x), model[1].weight, model[1].bias)
+    assert torch.equal(model(x), expected)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("options", [{}, {"centred": True}, {"head_norms": True}], ids=str)
 def test_models_are_as_they_were_after_a_trial(options, dtype):

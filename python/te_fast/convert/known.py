@@ -159,6 +159,8 @@ def norm(module: torch.nn.Module, name: str) -> Norm:
     shown = f"{name} ({type(module).__name__})"
     if weight is None or weight.dim() != 1 or others or module._modules:
         leave(f"{shown} is not a norm with one weight")
+    if module._buffers:
+        leave(f"{shown} keeps buffers, as norms over a batch do")
     eps = next((getattr(module, key) for key in EPSILONS if hasattr(module, key)), None)
     if type(module) is torch.nn.RMSNorm and eps is None:
         eps = torch.finfo(weight.dtype).eps
@@ -171,10 +173,12 @@ def norm(module: torch.nn.Module, name: str) -> Norm:
         if isinstance(module, torch.nn.LayerNorm | torch.nn.RMSNorm) or shown.endswith("RMSNorm)"):
             return candidates[0]
         leave(f"{shown} cannot be tried on the meta device")
-    # Rows of several sizes, so that eps shows, and with a mean, which RMSNorm keeps and LayerNorm takes away.
+    # Rows of several sizes, so that eps shows, and with a mean, which RMSNorm keeps and LayerNorm takes away. There are
+    # batch and tokens, so that norms over other dimensions show.
     sizes = torch.tensor([[1e-3], [1e-2], [1.0], [10.0]], device="cpu").to(weight)
-    x = sizes * (random_like(weight, 4, weight.shape[0]) + 1)
-    y = module(x)
+    x = sizes * (random_like(weight, 1, 4, weight.shape[0]) + 1)
+    with leaving(f"{shown} cannot be called on tokens"):
+        y = module(x)
     for candidate in candidates:
         if agrees(y, candidate(x, module), weight.dtype):
             return candidate
