@@ -10,7 +10,7 @@ import te_fast
 import te_fast.pytorch as te
 from te_fast import dispatch
 from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
-from te_fast.errors import DtypeError, ShapeError
+from te_fast.errors import ArgumentError, DtypeError, ShapeError
 from te_fast.runtime import native
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has facts")
@@ -216,6 +216,56 @@ def test_facts_are_of_cuda_devices():
     for other in ("cpu", torch.device("meta")):
         with pytest.raises(te_fast.DeviceError, match=f"expected a CUDA device, got {other}"):
             dispatch.device_facts(other)
+
+
+@pytest.mark.parametrize("device", ["abacus", -1, None, 1.5])
+def test_what_is_no_device_is_named(device):
+    for ask in (dispatch.device_facts, dispatch.load_kernels):
+        with pytest.raises(te_fast.DeviceError, match=f"CUDA device, got {device!r}"):
+            ask(device)
+
+
+@pytest.mark.parametrize("other", [None, torch.ones(2), torch.nn.Linear(64, 48)], ids=type)
+def test_what_is_no_layer_is_named(other):
+    kind = type(other).__name__
+    with pytest.raises(DtypeError, match=f"linear_forward: expected a layer .* got {kind}"):
+        dispatch.linear_forward(other, tensor(32, 64))
+    with pytest.raises(DtypeError, match=f"plan_count: expected a layer .* got {kind}"):
+        dispatch.plan_count(other)
+    if not isinstance(other, torch.nn.Module):
+        with pytest.raises(DtypeError, match=f"layer must be a Module, got {kind}"):
+            dispatch.drop_weight_cache(other)
+        with pytest.raises(DtypeError, match=f"layer must be a Module, got {kind}"):
+            dispatch.stage_times(other)
+
+
+@pytest.mark.parametrize("calls", [0, -1, 1.5, "2"])
+def test_stages_are_of_one_call_at_least(calls):
+    with pytest.raises(
+        ArgumentError, match=f"calls must be an integer of 1 or more, got {calls!r}"
+    ):
+        dispatch.stage_times(layer_of(), tensor(32, 64), calls=calls)
+
+
+def test_functions_and_outputs_are_named_by_what_came():
+    x, gamma = tensor(4, 16), torch.ones(16)
+    relu, rms = dispatch.ActivationFunction("relu"), dispatch.NormFunction("RMSNorm")
+    for call, name in (
+        (lambda: dispatch.activation_outputs(x, "relu"), "function"),
+        (lambda: dispatch.activation_outputs(None, relu), "x"),
+        (lambda: dispatch.activation(x, "relu", dispatch.ActivationOutputs(x)), "function"),
+        (lambda: dispatch.activation(x, relu, x), "out"),
+        (lambda: dispatch.activation_backward(x, x, relu, x), "out"),
+        (lambda: dispatch.norm_outputs(x, "RMSNorm"), "function"),
+        (lambda: dispatch.norm(x, gamma, rms, x), "out"),
+        (lambda: dispatch.norm_gradients(x, None, rms), "gamma"),
+        (lambda: dispatch.norm_backward(x, x, gamma, None, gamma, rms, x), "out"),
+    ):
+        with pytest.raises(DtypeError, match=f": {name} must be a .*, got"):
+            call()
+    for make, function in ((dispatch.activation_outputs, relu), (dispatch.norm_outputs, rms)):
+        with pytest.raises(ShapeError, match=r"2 dimensions .* got 3"):
+            make(x[None], function)
 
 
 def test_the_device_check_can_be_turned_off():

@@ -18,6 +18,7 @@ from te_fast.dispatch.activations import (
     activation_backward,
     activation_outputs,
 )
+from te_fast.dispatch.checks import expect
 from te_fast.dispatch.groups import (
     QuantizedGroups,
     Role,
@@ -501,6 +502,13 @@ def linear_forward(
     torch.Tensor
         ``(..., out_features)``.
 
+    Raises
+    ------
+    DtypeError
+        If `layer` is another object.
+    ShapeError, DeviceError, StateError, CudaError
+        As the layer's call.
+
     See Also
     --------
     te_fast.pytorch.Linear : The layer.
@@ -514,6 +522,9 @@ def linear_forward(
     >>> dispatch.linear_forward(layer, torch.ones(16, 32)).shape
     torch.Size([16, 32])
     """
+    if getattr(layer, "_program", None) is None:
+        message = f"linear_forward: expected a layer of te_fast, got {type(layer).__name__}"
+        raise DtypeError(message)
     result: torch.Tensor = native.layer_forward(layer, x, is_first_microbatch)
     return result
 
@@ -529,6 +540,11 @@ def drop_weight_cache(layer: torch.nn.Module) -> None:
     layer : torch.nn.Module
         A layer, an op, or a module that holds some.
 
+    Raises
+    ------
+    DtypeError
+        If it is no module.
+
     See Also
     --------
     release_memory : Scratch memory.
@@ -541,6 +557,7 @@ def drop_weight_cache(layer: torch.nn.Module) -> None:
     >>> layer = te.Linear(32, 32, device="cpu")
     >>> dispatch.drop_weight_cache(layer)
     """
+    expect("drop_weight_cache", torch.nn.Module, layer=layer)
     for module in layer.modules():
         drop = getattr(module, "_drop_weight_cache", None)
         if drop is not None:
@@ -603,7 +620,11 @@ def load_kernels(device: int | str | torch.device = 0) -> int:
 
 
 def _ordinal(device: int | str | torch.device, op: str) -> int:
-    chosen = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    try:
+        chosen = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    except (RuntimeError, TypeError):
+        message = f"{op}: expected a CUDA device, got {device!r}"
+        raise DeviceError(message) from None
     if chosen.type != "cuda":
         message = f"{op}: expected a CUDA device, got {chosen}"
         raise DeviceError(message)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from te_fast.dispatch.checks import expect, rows_and_cols
 from te_fast.dispatch.layouts import quantized_layouts
 from te_fast.runtime import native
 
@@ -123,7 +124,9 @@ def activation_outputs(
     >>> dispatch.activation_outputs(torch.ones(2, 16), function, fp8_dtype=torch.float8_e4m3fn).rowwise_data.dtype
     torch.float8_e4m3fn
     """
-    rows, cols = x.shape[0], x.shape[1] // (1 if gradient else function.halves)
+    expect("activation_outputs", ActivationFunction, function=function)
+    rows, cols = rows_and_cols("activation_outputs", x)
+    cols //= 1 if gradient else function.halves
     high = x.new_empty(rows, cols) if high_precision else None
     if fp8_dtype is None:
         return ActivationOutputs(high)
@@ -185,6 +188,8 @@ def activation(
     >>> dispatch.activation(x, function, dispatch.activation_outputs(x, function)).high_precision
     tensor([[0., 2.]])
     """
+    expect("activation", ActivationFunction, function=function)
+    expect("activation", ActivationOutputs, out=out)
     native.activation(x, function, out, (scale, amax, noop, row_scale))
     return out
 
@@ -235,5 +240,7 @@ def activation_backward(
     >>> dispatch.activation_backward(torch.ones(1, 2), x, function, out).high_precision
     tensor([[0., 1.]])
     """
+    expect("activation_backward", ActivationFunction, function=function)
+    expect("activation_backward", ActivationOutputs, out=out)
     native.activation_backward(dy, x, function, out, (scale, amax, noop, row_scale))
     return out

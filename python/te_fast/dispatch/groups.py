@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from te_fast.dispatch.activations import ActivationFunction
+from te_fast.dispatch.checks import expect
 from te_fast.errors import DtypeError, ShapeError
 from te_fast.recipe import Recipe
 from te_fast.runtime import native
@@ -191,6 +192,7 @@ def activation_groups(
     >>> dispatch.activation_groups(x, function, splits, Float8BlockScaling()).rowwise_data.shape
     torch.Size([3, 16])
     """
+    expect("activation_groups", ActivationFunction, function=function)
     check_recipe("activation_groups", recipe, scale, amax)
     form, layouts = native_recipe(recipe), (rowwise, columnwise)
     *parts, _ = native.activation_groups(
@@ -250,6 +252,7 @@ def activation_groups_backward(
     >>> grad.rowwise_data.shape
     torch.Size([3, 256])
     """
+    expect("activation_groups_backward", ActivationFunction, function=function)
     check_recipe("activation_groups_backward", recipe, scale, amax)
     form, layouts = native_recipe(recipe), (rowwise, columnwise)
     *parts, row_scale_grad = native.activation_groups(

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from te_fast.dispatch.checks import expect
+from te_fast.errors import ArgumentError, DtypeError
 from te_fast.runtime import native
 
 
@@ -156,6 +158,11 @@ def plan_count(layer: torch.nn.Module) -> int:
     layer : te_fast.pytorch.Linear, LayerNormLinear or LayerNormMLP
         The layer.
 
+    Raises
+    ------
+    DtypeError
+        If it is another object.
+
     See Also
     --------
     drop_weight_cache : Forgets weights.
@@ -171,7 +178,11 @@ def plan_count(layer: torch.nn.Module) -> int:
     >>> dispatch.plan_count(layer)
     1
     """
-    return int(layer._plan_count())  # type: ignore[operator]
+    count: Any = getattr(layer, "_plan_count", None)
+    if count is None:
+        message = f"plan_count: expected a layer of te_fast, got {type(layer).__name__}"
+        raise DtypeError(message)
+    return int(count())
 
 
 def stage_times(layer: torch.nn.Module, *inputs: Any, calls: int = 1000) -> dict[str, float]:
@@ -191,6 +202,13 @@ def stage_times(layer: torch.nn.Module, *inputs: Any, calls: int = 1000) -> dict
     dict
         Stage to microseconds per forward, in the order in which they run.
 
+    Raises
+    ------
+    DtypeError
+        If `layer` is no module.
+    ArgumentError
+        If `calls` is no integer of 1 or more.
+
     See Also
     --------
     te_fast.profile : The same beside nn.Linear.
@@ -206,6 +224,10 @@ def stage_times(layer: torch.nn.Module, *inputs: Any, calls: int = 1000) -> dict
     >>> all(microseconds >= 0 for microseconds in stages.values())
     True
     """
+    expect("stage_times", torch.nn.Module, layer=layer)
+    if not isinstance(calls, int) or calls < 1:
+        message = f"stage_times: calls must be an integer of 1 or more, got {calls!r}"
+        raise ArgumentError(message)
     native.stage_clock(True)  # noqa: FBT003
     try:
         for _ in range(calls):

@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from te_fast.dispatch.checks import expect, rows_and_cols
 from te_fast.dispatch.layouts import quantized_layouts
 from te_fast.runtime import native
 
@@ -134,7 +135,8 @@ def norm_outputs(
     >>> dispatch.norm_outputs(torch.ones(2, 8), function).high_precision.shape
     torch.Size([2, 8])
     """
-    rows, cols = x.shape
+    expect("norm_outputs", NormFunction, function=function)
+    rows, cols = rows_and_cols("norm_outputs", x)
     row, column, scale_inv = None, None, None
     if fp8_dtype is not None:
         row, column, scale_inv = quantized_layouts(
@@ -217,6 +219,8 @@ def norm(
     >>> dispatch.norm(x, torch.ones(4), function, dispatch.norm_outputs(x, function)).high_precision
     tensor([[1.0000, 1.0000, 1.0000, 1.0000]])
     """
+    expect("norm", NormFunction, function=function)
+    expect("norm", NormOutputs, out=out)
     native.norm(x, function, (gamma, beta, residual, scale, amax, noop), out)
     return out
 
@@ -254,6 +258,8 @@ def norm_gradients(
     >>> dispatch.norm_gradients(torch.ones(2, 8), torch.ones(8), function).dx.shape
     torch.Size([2, 8])
     """
+    expect("norm_gradients", NormFunction, function=function)
+    expect("norm_gradients", torch.Tensor, x=x, gamma=gamma)
     with_beta = function.normalization == "LayerNorm"
     return NormGradients(
         torch.empty_like(x) if dx else None,
@@ -322,5 +328,7 @@ def norm_backward(
     >>> dispatch.norm_backward(torch.ones(2, 8), x, gamma, None, y.rstd, function, grads).dx.shape
     torch.Size([2, 8])
     """
+    expect("norm_backward", NormFunction, function=function)
+    expect("norm_backward", NormGradients, out=out)
     native.norm_backward(x, function, (dy, gamma, mean, rstd, add), out)
     return out
