@@ -21,6 +21,7 @@ from compound_layers import (
 )
 from selection import sampled
 from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from te_fast.errors import DeviceError, ShapeError
 from te_fast.state.extra_state import ExtraState, pack, unpack
 
 GATED = ["geglu", "glu", "qgeglu", "reglu", "sreglu", "swiglu", "clamped_swiglu"]
@@ -381,6 +382,33 @@ def test_load_torch_modules():
         layer.load_torch(fc1=gate)
     with pytest.raises(ValueError, match="layer_norm needs exactly"):
         mlp(normalization=None).load_torch(norm)
+
+
+@pytest.mark.parametrize("fault", ["shape", "meta source", "meta layer"])
+def test_load_torch_changes_all_or_nothing(fault):
+    layer = mlp(zero_centered_gamma=True)
+    if fault == "meta layer":
+        layer.fc2_bias = torch.nn.Parameter(layer.fc2_bias.to("meta"))
+    before = {name: value.clone() for name, value in layer.state_dict().items()}
+    norm, up = torch.nn.LayerNorm(64), torch.nn.Linear(64, 96)
+    torch.nn.init.normal_(norm.weight)
+    down = torch.nn.Linear(64 if fault == "shape" else 96, 64)
+    if fault == "meta source":
+        down.bias = torch.nn.Parameter(down.bias.to("meta"))
+    error = ShapeError if fault == "shape" else DeviceError
+    with pytest.raises(error, match=r"fc2\.(weight must have shape|bias: the .* meta device)"):
+        layer.load_torch(norm, up, down)
+    state = layer.state_dict()
+    assert all(value.is_meta or torch.equal(value, before[name]) for name, value in state.items())
+
+
+def test_a_zero_centred_weight_is_shifted_before_it_is_rounded():
+    layer = mlp(zero_centered_gamma=True, params_dtype=torch.bfloat16)
+    norm = torch.nn.LayerNorm(64)
+    with torch.no_grad():
+        norm.weight.add_(torch.linspace(-1e-3, 1e-3, 64))
+    layer.load_torch(norm)
+    assert torch.equal(layer.layer_norm_weight, (norm.weight - 1).bfloat16())
 
 
 def test_marks_of_parallel_parameters():

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_fast.errors import ShapeError
-from te_fast.layers.load_torch import copy_into
+from te_fast.layers.load_torch import copies_of, copy_all
 from te_fast.layers.parameters import check_sizes, options_of, refuse, refuse_userbuffers
 from te_fast.layers.split import SplitLinear
 from te_fast.runtime.arguments import check_flags, check_functions, check_numbers
@@ -200,19 +200,21 @@ class LayerNormLinear(SplitLinear):
         Raises
         ------
         ShapeError
-            If a parameter is missing or unknown, or its shape differs.
+            If a parameter is missing or unknown, or its shape differs. Nothing has changed then.
         DtypeError
             If an argument is neither a module nor a state dict.
+        DeviceError
+            If a parameter of either side is on the meta device.
         """
-        self._load_norm(layer_norm)
-        if linear is None:
-            return
+        copies = self._norm_copies(layer_norm)
         names = {
             "weight": self.weight_names,
             **({"bias": self.bias_names} if self.use_bias else {}),
         }
         targets = {kind: [getattr(self, part) for part in parts] for kind, parts in names.items()}
-        copy_into(targets, linear, f"{self.name}: linear")
+        if linear is not None:
+            copies += copies_of(targets, linear, f"{self.name}: linear")
+        copy_all(copies)
 
     def extra_repr(self) -> str:
         """Sizes, bias and norm, then type, recipe and parallel arguments."""

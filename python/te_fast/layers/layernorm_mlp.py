@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_fast.errors import ArgumentError, DtypeError, ShapeError, UnsupportedError
-from te_fast.layers.load_torch import copy_into
+from te_fast.layers.load_torch import copies_of, copy_all
 from te_fast.layers.parameters import (
     check_sizes,
     constant,
@@ -391,16 +391,19 @@ class LayerNormMLP(ProgramLayer):
         Raises
         ------
         ShapeError
-            If a parameter is missing or unknown, or its shape differs.
+            If a parameter is missing or unknown, or its shape differs. Nothing has changed then.
         DtypeError
             If an argument is neither a module nor a state dict.
+        DeviceError
+            If a parameter of either side is on the meta device.
         """
-        self._load_norm(layer_norm)
+        copies = self._norm_copies(layer_norm)
         kinds = ("weight", "bias") if self.use_bias else ("weight",)
         for name, source in (("fc1", fc1), ("fc2", fc2)):
             if source is not None:
                 targets = {kind: [getattr(self, f"{name}_{kind}")] for kind in kinds}
-                copy_into(targets, source, f"{self.name}: {name}")
+                copies += copies_of(targets, source, f"{self.name}: {name}")
+        copy_all(copies)
 
     # Forward -------------------------------------------------------------------------------------
 

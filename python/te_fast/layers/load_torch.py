@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from te_fast.errors import DtypeError, ShapeError
+from te_fast.errors import DeviceError, DtypeError, ShapeError
 
 #: A module of ``torch.nn``, or its state dict.
 Source = torch.nn.Module | Mapping[str, torch.Tensor]
@@ -21,10 +21,18 @@ def _state_of(source: Source, what: str) -> Mapping[str, torch.Tensor]:
     raise DtypeError(message)
 
 
-def copy_into(
-    targets: Mapping[str, Sequence[torch.Tensor]], sources: Source | Sequence[Source], what: str
-) -> None:
-    """Copy parameters strictly: every parameter of both sides is used, completely.
+#: A parameter, and the values that it gets.
+Copy = tuple[torch.Tensor, torch.Tensor]
+
+
+def copies_of(
+    targets: Mapping[str, Sequence[torch.Tensor]],
+    sources: Source | Sequence[Source],
+    what: str,
+    *,
+    less: Mapping[str, float] | None = None,
+) -> list[Copy]:
+    """Return the copies that load parameters strictly: every parameter of both sides is used, completely.
 
     Parameters
     ----------
@@ -34,13 +42,17 @@ def copy_into(
         The rows of several sources follow one another.
     what : str
         Layer and part, for messages.
+    less : mapping of str to float, optional
+        By name, what a parameter is stored less. It is subtracted before the values are rounded to its type.
 
     Raises
     ------
     ShapeError
-        If a name is missing or unknown, or a shape differs. Nothing has changed then.
+        If a name is missing or unknown, or a shape differs.
     DtypeError
         If a source is neither a module nor a mapping.
+    DeviceError
+        If a parameter of either side is on the meta device.
     """
     listed = list(sources) if isinstance(sources, Sequence) else [sources]
     states = [_state_of(source, what) for source in listed]
@@ -49,7 +61,7 @@ def copy_into(
         if names != set(targets):
             message = f"{what} needs exactly {sorted(targets)}, got {sorted(names)}"
             raise ShapeError(message)
-    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+    copies: list[Copy] = []
     for name, parts in targets.items():
         whole = torch.cat([state[name].detach() for state in states])
         rows = [part.shape[0] for part in parts]
@@ -57,7 +69,20 @@ def copy_into(
         if whole.shape != expected:
             message = f"{what}.{name} must have shape {list(expected)}, got {list(whole.shape)}"
             raise ShapeError(message)
+        if whole.is_meta or any(part.is_meta for part in parts):
+            message = (
+                f"{what}.{name}: the {'source' if whole.is_meta else 'layer'} is on the meta device; load its "
+                "checkpoint, or call to_empty() or reset_parameters(), first"
+            )
+            raise DeviceError(message)
+        if less is not None and name in less:
+            whole = whole.double() - less[name]
         copies.extend(zip(parts, whole.split(rows), strict=True))
-    with torch.no_grad():
-        for part, values in copies:
-            part.copy_(values)
+    return copies
+
+
+@torch.no_grad()
+def copy_all(copies: Iterable[Copy]) -> None:
+    """Make copies, after all of them have been checked."""
+    for part, values in copies:
+        part.copy_(values)

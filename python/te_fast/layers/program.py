@@ -16,7 +16,7 @@ from te_fast.errors import ShapeError, StateError, UnsupportedError
 from te_fast.graphs.form import Form, forward_traced, text_of
 from te_fast.graphs.traced import Traced
 from te_fast.layers.base import TransformerEngineBaseModule, _callers_level
-from te_fast.layers.load_torch import copy_into
+from te_fast.layers.load_torch import copies_of
 from te_fast.layers.missing import name_the_wrong_one
 from te_fast.layers.parameters import constant, held, initialise, refuse
 from te_fast.layers.recomputed import recomputed
@@ -33,7 +33,7 @@ from te_fast.tensor.primary import as_read, is_quantized
 from te_fast.tensor.storage import QuantizedTensorStorage
 
 if TYPE_CHECKING:
-    from te_fast.layers.load_torch import Source
+    from te_fast.layers.load_torch import Copy, Source
 
 _NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 
@@ -574,12 +574,10 @@ class ProgramLayer(TransformerEngineBaseModule):
 
     # Checkpoints of torch.nn ---------------------------------------------------------------------
 
-    def _load_norm(self, source: Source | None) -> None:
-        """Copy a ``torch.nn`` norm; a zero-centred weight is 1 less."""
+    def _norm_copies(self, source: Source | None) -> list[Copy]:
+        """Return the copies that load a ``torch.nn`` norm; a zero-centred weight is 1 less."""
         if source is None:
-            return
+            return []
         targets = {name.rpartition("_")[2]: [getattr(self, name)] for name in self._norm_names()}
-        copy_into(targets, [source], f"{self.name}: layer_norm")
-        if self.zero_centered_gamma and self.layer_norm_weight is not None:
-            with torch.no_grad():
-                self.layer_norm_weight.sub_(1.0)
+        less = {"weight": 1.0} if self.zero_centered_gamma else None
+        return copies_of(targets, [source], f"{self.name}: layer_norm", less=less)
