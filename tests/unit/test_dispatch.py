@@ -172,6 +172,28 @@ def test_launches_that_are_not_made():
         assert torch.equal(layer(x), wanted)
 
 
+def test_blocks_in_blocks_note_their_own_launches():
+    layer, x = layer_of(), tensor(32, 64)
+    with torch.no_grad(), te.autocast(recipe=Float8CurrentScaling()):
+        layer(x)
+        with dispatch.record() as one:
+            layer(x)
+        with dispatch.record() as outer:
+            layer(x)
+            with dispatch.record() as inner:
+                layer(x)
+            with dispatch.record(execute=False):
+                layer(x)
+            layer(x)
+        layer(x)
+    names = [launch.name for launch in one]
+    assert [launch.name for launch in inner] == names
+    # Without a launch, the weight's bytes were not written, so that the next call quantises it.
+    assert [launch.name for launch in outer[: 2 * len(names)]] == 2 * names
+    assert [launch.name for launch in outer[2 * len(names) :]][-1] == "gemm"
+    assert len(outer) > 2 * len(names)
+
+
 def test_stages_of_a_forward():
     layer, x = layer_of(), tensor(32, 64)
     with torch.no_grad(), te.autocast(recipe=Float8CurrentScaling()):

@@ -87,9 +87,20 @@ def reset_counters() -> None:
     native.reset_counters()
 
 
+#: The blocks that note launches: their lists and the recorder's modes, the innermost last.
+_open_blocks: list[tuple[list[Launch], str]] = []
+
+
+def _note() -> None:
+    """Give all open blocks what the recorder has noted since its last start."""
+    launches = [Launch(*launch) for launch in native.recorded()]
+    for noted, _ in _open_blocks:
+        noted.extend(launches)
+
+
 @contextmanager
 def record(*, execute: bool = True) -> Iterator[list[Launch]]:
-    """Note every launch of the block.
+    """Note every launch of the block, in all threads of the process.
 
     Parameters
     ----------
@@ -117,13 +128,18 @@ def record(*, execute: bool = True) -> Iterator[list[Launch]]:
     >>> [launch.name for launch in launches]
     ['cast_f32_e4m3', 'cast_f32_e4m3', 'gemm']
     """
-    launches: list[Launch] = []
-    native.record("tee" if execute else "only")
+    block: tuple[list[Launch], str] = ([], "tee" if execute else "only")
+    _note()
+    _open_blocks.append(block)
+    native.record(block[1])
     try:
-        yield launches
+        yield block[0]
     finally:
-        launches.extend(Launch(*launch) for launch in native.recorded())
-        native.record("off")
+        _note()
+        # Not by equality: lists of two blocks may be equal.
+        _open_blocks[:] = [other for other in _open_blocks if other is not block]
+        # A start drops what has been noted.
+        native.record(_open_blocks[-1][1] if _open_blocks else "off")
 
 
 def inventory() -> dict[str, dict[str, int]]:
