@@ -155,6 +155,30 @@ def test_models_are_as_they_were_after_a_trial(options, dtype):
         assert parameter._version == version
 
 
+class Counting(nn.Module):
+    """A feed-forward block that counts its tokens, as experts do whose router balances them."""
+
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(64, 64)
+        self.register_buffer("tokens", torch.zeros(()))
+
+    def forward(self, x):
+        self.tokens += x[..., 0].numel()
+        return self.proj(x)
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_buffers_are_as_they_were_after_a_trial(dry_run):
+    model = Model(1)
+    block = model.layers[0].mlp = Counting()
+    tokens = block.tokens
+    report = te_fast.convert(model, dry_run=dry_run)
+    assert report.converted["layers.0"] == "attention of a decoder layer"
+    assert block.tokens is tokens
+    assert (tokens.item(), tokens._version) == (0, 0)
+
+
 def test_parameters_are_restored_after_a_trial_that_fails(monkeypatch):
     def refuse(*_, **__):
         raise RuntimeError

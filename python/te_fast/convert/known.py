@@ -256,15 +256,21 @@ def random_parameters(modules: Iterable[tuple[Any, float]]) -> Iterator[None]:
 
 @contextmanager
 def in_mode(module: torch.nn.Module, *, training: bool) -> Iterator[None]:
-    """Put a module into training or evaluation mode for a while."""
-    modes = [(child, child.training) for child in module.modules()]
-    for child, _ in modes:
-        child.training = training
+    """Put a module into training or evaluation mode for a while, in which its forward may write to its buffers."""
+    former = [(child, child.training, dict(child._buffers)) for child in module.modules()]
     try:
+        for child, _, buffers in former:
+            child.training = training
+            copies = {
+                name: buffer if buffer is None else buffer.clone()
+                for name, buffer in buffers.items()
+            }
+            child._buffers.update(copies)
         yield
     finally:
-        for child, mode in modes:
+        for child, mode, buffers in former:
             child.training = mode
+            child._buffers.update(buffers)
 
 
 def refuse_random(module: Any, name: str, run: Callable[[], Any]) -> None:
