@@ -333,6 +333,7 @@ def test_the_command_line_says_what_it_has_not_tried(tmp_path, capsys):
         te_fast.convert.main([f"hf:{tmp_path}"])
     assert "ValueError: Unrecognized configuration class" in capsys.readouterr().err
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(SystemExit):
-        te_fast.convert.main([f"hf:{tmp_path}"])
-    assert "has no configuration that Transformers knows" in capsys.readouterr().err
+    for path in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(SystemExit):
+            te_fast.convert.main([f"hf:{path}"])
+        assert f"hf:{path} has no configuration that Transformers knows" in capsys.readouterr().err
