@@ -95,6 +95,23 @@ def test_a_second_derivative_for_given_tensors_is_refused_by_name(kind):
             torch.autograd.grad((x.sin() * dx).sum(), given, retain_graph=True)
 
 
+@pytest.mark.parametrize("kind", [kind for kind in LAYERS if kind != "linear"])
+def test_a_derivative_for_the_gradient_that_backward_got_is_refused_by_name(kind):
+    """So torch.autograd.functional.jvp computes tangents: it takes gradients that lead nowhere for zeros."""
+    make, name = LAYERS[kind]
+    layer, x = make(), _tokens()
+    y = _applied(kind, layer, x)
+    given = torch.ones_like(y).requires_grad_()
+    (dx,) = torch.autograd.grad(y, x, given, create_graph=True)
+    message = f"({name}).*: its gradient .* without create_graph"
+    with pytest.raises(UnsupportedError, match=message):
+        torch.autograd.grad(dx.sum(), given, allow_unused=True)
+    with pytest.raises(UnsupportedError, match=message):
+        torch.autograd.functional.jvp(
+            lambda x: _applied(kind, layer, x), x.detach(), torch.ones(16, 32)
+        )
+
+
 @TORCHS_WARNING
 @pytest.mark.parametrize(("kind", "in_fp8"), sampled(LAYERS, [False, True]))
 def test_a_derivative_in_forward_mode_is_refused_by_name(kind, in_fp8):

@@ -39,7 +39,7 @@ def refuse_second_order(name: str) -> None:
 
 
 class _Refused(torch.autograd.Function):
-    """Arguments: name, number of gradients, gradients, leaves. The gradient of the gradients is an error."""
+    """Arguments: name, number of gradients, gradients, sources. The gradient of the gradients is an error."""
 
     @staticmethod
     def forward(ctx: Any, name: str, count: int, *given: Any) -> Any:
@@ -65,17 +65,18 @@ def _leaves_of(node: Any) -> list[torch.Tensor]:
     return found
 
 
-def _once(name: str, made: Any, node: Any) -> Any:
+def _once(name: str, made: Any, node: Any, given: tuple[Any, ...]) -> Any:
     """Return gradients that raise when they are differentiated.
 
     torch's ``once_differentiable`` does so only if the gradient that backward got needs one. But these gradients depend
     on inputs and parameters, too, and autograd would take them for constants. ``torch.autograd.grad`` runs only what
-    leads to the tensors that it is given, so the error has to lead to the leaves.
+    leads to the tensors that it is given, so the error has to lead to the leaves, and to the gradients that backward
+    got, by which ``torch.autograd.functional.jvp`` differentiates.
     """
     grads = made if isinstance(made, tuple) else (made,)
     # Results of a node need gradients only if arguments of it do.
     leaves = [grad if grad is None else grad.detach().requires_grad_() for grad in grads]
-    refused = _Refused.apply(name, len(leaves), *leaves, *_leaves_of(node))
+    refused = _Refused.apply(name, len(leaves), *leaves, *given, *_leaves_of(node))
     return refused if isinstance(made, tuple) else refused[0]
 
 
@@ -98,7 +99,7 @@ def differentiable_once(
                 return backward(ctx, *grads)
             with torch.no_grad():
                 made = backward(ctx, *grads)
-            return _once(name_of if isinstance(name_of, str) else name_of(ctx), made, ctx)
+            return _once(name_of if isinstance(name_of, str) else name_of(ctx), made, ctx, grads)
 
         return wrapper
 
