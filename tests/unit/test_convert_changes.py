@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 
 import pytest
@@ -13,9 +14,9 @@ from torch.nn.utils import parametrizations, prune
 
 import te_fast
 import te_fast.pytorch as te
-from llama_like import Experts, Model
+from llama_like import Experts, MixtureOfExperts, Model
 from recipes import RECIPES
-from te_fast.common.recipe import DelayedScaling
+from te_fast.common.recipe import DelayedScaling, Float8CurrentScaling
 from te_fast.convert.forwards import DecoderForward
 from te_fast.runtime.compiling import CAN_COMPILE
 
@@ -198,3 +199,39 @@ def test_all_parameters_get_gradients_from_any_number_of_rows(recipe, rows):
     other(tokens).square().sum().backward()
     for own, plain in zip(model.parameters(), other.parameters(), strict=True):
         assert (own.grad - plain.grad).norm() <= 0.5 * plain.grad.norm() + 1e-6
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        sequence,
+        lambda: nn.Sequential(nn.Linear(32, 32), nn.Tanh()),
+        lambda: Model(1),
+        lambda: Model(1, mlp=MixtureOfExperts),
+    ],
+)
+def test_kept_weights_are_forgotten_when_asked(make, wrapped):
+    """A write through ``.data``, by which adapters are merged, leaves no trace."""
+
+    def converted():
+        model = make()
+        te_fast.convert(model)
+        for module in model.modules() if wrapped else ():  # as Accelerate's hooks do it
+            if "forward" in module.__dict__:
+                module._old_forward = module.forward
+                module.forward = functools.partial(module._old_forward)
+        return model
+
+    model, other = converted(), converted()
+    x = given_to(model)
+    with torch.no_grad(), te.autocast(recipe=Float8CurrentScaling()):
+        before = model(x)
+        for name, parameter in model.named_parameters():
+            if "norm" not in name and parameter.dim() > 1:
+                parameter.data.mul_(1.5)
+        te_fast.dispatch.drop_weight_cache(model)
+        after = model(x)
+        other.load_state_dict(model.state_dict())
+        assert torch.equal(after, other(x))
+    assert not torch.equal(after, before)

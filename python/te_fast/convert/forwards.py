@@ -148,6 +148,10 @@ class Forward:
         """Return te_fast's layers by their names within the module."""
         raise NotImplementedError
 
+    def _drop_weight_cache(self, *, of_graphs: bool = True) -> None:
+        for tied in self.layers().values():
+            tied.layer._drop_weight_cache(of_graphs=of_graphs)
+
     @property
     def __code__(self) -> types.CodeType:
         """Return the code of the call; ``torch.export`` reads it from every forward, to tell where that is."""

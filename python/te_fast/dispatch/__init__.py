@@ -49,6 +49,7 @@ from te_fast.errors import DeviceError, DtypeError, ShapeError
 from te_fast.recipe import Recipe
 from te_fast.runtime import native
 from te_fast.runtime.delayed import get_fp8_torch_dtype, native_recipe
+from te_fast.runtime.weight_caches import drop_weight_caches
 
 __all__ = [
     "ActivationFunction",
@@ -538,7 +539,7 @@ def drop_weight_cache(layer: torch.nn.Module) -> None:
     Parameters
     ----------
     layer : torch.nn.Module
-        A layer, an op, or a module that holds some.
+        A layer, an op, or a module that holds some, or that :func:`te_fast.convert` has converted.
 
     Raises
     ------
@@ -558,10 +559,7 @@ def drop_weight_cache(layer: torch.nn.Module) -> None:
     >>> dispatch.drop_weight_cache(layer)
     """
     expect("drop_weight_cache", torch.nn.Module, layer=layer)
-    for module in layer.modules():
-        drop = getattr(module, "_drop_weight_cache", None)
-        if drop is not None:
-            drop()
+    drop_weight_caches(layer)
 
 
 def release_memory() -> None:

@@ -16,6 +16,7 @@ from te_fast.graphed.parameters import Parameters
 from te_fast.graphed.scales import RunScales
 from te_fast.runtime import native
 from te_fast.runtime.autocast import autocast
+from te_fast.runtime.weight_caches import drop_weight_caches
 
 if TYPE_CHECKING:
     from te_fast.graphed.arguments import Options, Quantization
@@ -288,10 +289,7 @@ class Run:
 
     def forget_weights(self) -> None:
         """Drop the quantised weights of warm-ups, which a graph that quantises its own does not read."""
-        for part in self.module.modules():
-            drop = getattr(part, "_drop_weight_cache", None)
-            if drop is not None:
-                drop(of_graphs=False)
+        drop_weight_caches(self.module, of_graphs=False)
 
     def forget_autograd(self) -> None:
         """Drop the autograd graph: its memory is free for the captures that follow."""
