@@ -10,6 +10,7 @@ import torch
 
 import te_fast.pytorch as te
 from te_fast.graphed import make
+from te_fast.graphed.arguments import GRAPHED
 from te_fast.runtime import capturing, delayed, native
 from te_fast.runtime.global_state import autocast_state
 
@@ -58,6 +59,7 @@ class HostGraph:
         taken = [
             (part, {name: part.__dict__.pop(name) for name in _REPLACED if name in part.__dict__})
             for part in modules
+            if GRAPHED in part.__dict__
         ]
         flags = [p.grad_added_to_main_grad for p in parameters]
         is_first, flag = native.autocast_region()[3], autocast_state.skip_fp8_weight_update_tensor

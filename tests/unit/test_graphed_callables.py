@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 
+import te_fast
 import te_fast.pytorch as te
 from graphed import (
     ORDERS,
@@ -83,7 +84,17 @@ def test_no_quantised_weight_stays_behind_a_capture(recipe):
     assert not layer._fp8_workspaces
 
 
+def converted():
+    """A model of ``torch.nn``, whose layers of te_fast are in no module's tree."""
+    parts = torch.nn.LayerNorm(COLS), torch.nn.Linear(COLS, 64), torch.nn.ReLU()
+    inner = torch.nn.Sequential(*parts, torch.nn.Linear(64, COLS))
+    model = torch.nn.Sequential(inner, torch.nn.Tanh(), torch.nn.Linear(COLS, COLS))
+    te_fast.convert(model)
+    return model
+
+
 MODELS = {
+    "converted": converted,
     "Linear": lambda: te.Linear(COLS, COLS, **CPU),
     "LayerNormMLP": lambda: te.LayerNormMLP(COLS, 64, **CPU),
     "Sequential": lambda: te.ops.Sequential(
@@ -110,6 +121,19 @@ def test_a_graphed_model_trains_as_an_eager_one(graphs, make, kind):
         both((eager, graphed), recipe, sample(), torch.randn(ROWS, COLS))
         assert_stepped_alike(eager, graphed)
     assert graphs.replays == 8
+
+
+def test_scales_of_converted_modules_follow_replays(graphs):
+    """te_fast's layers are behind the forwards of such modules, where no walk through the tree finds them."""
+    recipe = DelayedScaling(amax_history_len=4)
+    eager = converted()
+    graphed = graphs.graphed(copy.deepcopy(eager), (sample(),), **quantising(recipe))
+    for factor in (1.0, 3.0, 9.0):
+        both((eager, graphed), recipe, factor * sample(), torch.randn(ROWS, COLS))
+        assert_stepped_alike(eager, graphed)
+        one, two = (te_fast.convert.scaling_state(model) for model in (eager, graphed))
+        assert list(one) == list(two) == ["0.0", "2"]
+        assert all(torch.equal(one[name], two[name]) for name in one)
 
 
 def test_nested_arguments_and_results_random_numbers_and_buffers(graphs, recipe):

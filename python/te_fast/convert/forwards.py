@@ -148,9 +148,9 @@ class Forward:
         """Return te_fast's layers by their names within the module."""
         raise NotImplementedError
 
-    def _drop_weight_cache(self, *, of_graphs: bool = True) -> None:
-        for tied in self.layers().values():
-            tied.layer._drop_weight_cache(of_graphs=of_graphs)
+    def inner_layers(self) -> list[torch.nn.Module]:
+        """Return te_fast's layers, for what looks for all layers of a model."""
+        return [tied.layer for tied in self.layers().values()]
 
     @property
     def __code__(self) -> types.CodeType:

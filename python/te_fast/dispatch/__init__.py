@@ -49,7 +49,7 @@ from te_fast.errors import DeviceError, DtypeError, ShapeError
 from te_fast.recipe import Recipe
 from te_fast.runtime import native
 from te_fast.runtime.delayed import get_fp8_torch_dtype, native_recipe
-from te_fast.runtime.weight_caches import drop_weight_caches
+from te_fast.runtime.inner_layers import drop_weight_caches
 
 __all__ = [
     "ActivationFunction",

@@ -21,6 +21,7 @@ from te_fast.graphed.scales import restore_fp8_tensors, save_fp8_tensors
 from te_fast.graphed.skip import SkipFlag
 from te_fast.recipe import CustomRecipe, Recipe
 from te_fast.runtime.capturing import set_capture_end, set_capture_start
+from te_fast.runtime.inner_layers import parts_of
 from te_fast.tensor.of_factory import own_recipe
 
 _NAME = "make_graphed_callables"
@@ -265,7 +266,7 @@ def _refuse_delayed_layers(modules: Sequence[torch.nn.Module], quantization: Any
     quantised = [
         module for module, enabled in zip(modules, quantization.enabled, strict=True) if enabled
     ]
-    parts: list[Any] = [part for module in quantised for part in module.modules()]
+    parts: list[Any] = [part for module in quantised for part in parts_of(module)]
     for part in parts:
         if not getattr(part, "_linear_roles", list)():
             continue

@@ -16,7 +16,7 @@ from te_fast.graphed.parameters import Parameters
 from te_fast.graphed.scales import RunScales
 from te_fast.runtime import native
 from te_fast.runtime.autocast import autocast
-from te_fast.runtime.weight_caches import drop_weight_caches
+from te_fast.runtime.inner_layers import drop_weight_caches
 
 if TYPE_CHECKING:
     from te_fast.graphed.arguments import Options, Quantization

@@ -11,6 +11,7 @@ import torch
 from te_fast.errors import StateError
 from te_fast.recipe import DelayedScaling, Recipe
 from te_fast.runtime.delayed import DelayedScalingRecipeState, resized
+from te_fast.runtime.inner_layers import parts_of
 from te_fast.state.module import StatefulModule
 
 
@@ -64,7 +65,7 @@ def save_fp8_tensors(modules: Iterable[torch.nn.Module], recipe: Recipe | None) 
     length = recipe.amax_history_len
     saved: list[Any] = []
     for module in modules:
-        for part in module.modules():
+        for part in parts_of(module):
             kept: list[_Saved | None] = []
             for state in _states(part):
                 if state is None:
@@ -112,7 +113,7 @@ def restore_fp8_tensors(modules: Iterable[torch.nn.Module], fp8_tensors: list[An
     """
     if fp8_tensors is None:
         return
-    parts = [part for module in modules for part in module.modules()]
+    parts = [part for module in modules for part in parts_of(module)]
     if len(parts) != len(fp8_tensors):
         message = (
             f"restore_fp8_tensors: {len(fp8_tensors)} modules were saved and {len(parts)} are to be restored; pass the "
@@ -153,7 +154,7 @@ class RunScales:
     """
 
     def __init__(self, module: torch.nn.Module, recipe: Recipe | None, group: Any) -> None:
-        self._parts = [part for part in module.modules() if isinstance(part, StatefulModule)]
+        self._parts = [part for part in parts_of(module) if isinstance(part, StatefulModule)]
         self._recipe, self._group = recipe, group
         self.forward: list[_Known] = []
         self.backward: list[_Known] = []
