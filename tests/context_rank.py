@@ -360,7 +360,7 @@ def a_call_that_failed_on_all_ranks_can_be_made_again():
         def fail(*_):
             raise MemoryError
 
-        for name in ("_attend", "_differentiate"):
+        for name in ("attend_part", "differentiate_part"):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(ring, name, fail)
                 if way != "a2a":

@@ -18,7 +18,6 @@ from te_fast.attention.arguments import (
     check_heads,
     check_lengths,
     check_name,
-    check_packing,
     check_padding,
     check_scores,
     checked_cap,
@@ -27,7 +26,14 @@ from te_fast.attention.arguments import (
 )
 from te_fast.attention.context import ranks_of
 from te_fast.attention.inference import InferenceParams, check_caches
-from te_fast.attention.packed import Packing, attend_packed, max_logits_of_packed, pack, unpack
+from te_fast.attention.packed import (
+    Packing,
+    attend_packed,
+    max_logits_of_packed,
+    pack,
+    packings_of,
+    unpack,
+)
 from te_fast.attention.rules import (
     BIAS_TYPES,
     DISPATCHES,
@@ -702,33 +708,10 @@ class DotProductAttention(TransformerEngineBaseModule):
 
     # Packed sequences -----------------------------------------------------------------------------
 
-    def _packings(self, heads: Any, how: Scores, lengths: Lengths) -> tuple[Packing, Packing]:
-        """Return where the sequences of ``thd`` lie."""
-        if not how.rule.is_padded:
-            message = f"{self.name}: qkv_format='thd' needs a mask type with padding, got {how.rule.kind!r}"
-            raise ShapeError(message)
-        ranks = 1 if self._context is None else self._context.share.ranks
-        found = []
-        for side, tensor, ends, starts, longest in (
-            ("q", heads[0], lengths.q, lengths.q_starts, lengths.longest_q),
-            ("kv", heads[1], lengths.kv, lengths.kv_starts, lengths.longest_kv),
-        ):
-            check_packing(self, side, tensor, (ends, starts, longest), ranks)
-            assert ends is not None
-            if longest is None:
-                longest = int(ends.diff().max()) if ends.numel() > 1 else 0
-            found.append(Packing(ends, ends if starts is None else starts, int(longest)))
-        if found[0].ends.shape != found[1].ends.shape:
-            message = (
-                f"{self.name}: cu_seqlens_q and cu_seqlens_kv must be of the same number of sequences, got "
-                f"{found[0].ends.numel() - 1} and {found[1].ends.numel() - 1}"
-            )
-            raise ShapeError(message)
-        return found[0], found[1]
-
     def _merged_packed(self, heads: Any, how: Scores, lengths: Lengths, *, recomputes: bool) -> Any:
         q, k, v = heads
-        packings = self._packings(heads, how, lengths)
+        ranks = 1 if self._context is None else self._context.share.ranks
+        packings = packings_of(self, (q, k), how.rule, lengths, ranks)
         of_q, of_k = packings
         sizes = (of_q.ends.numel() - 1, q.shape[1], of_q.longest, of_k.longest)
         check_scores(self, sizes, q.device, how)

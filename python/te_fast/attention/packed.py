@@ -6,9 +6,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from te_fast.attention.rules import Kept, kept_of_lengths
+from te_fast.attention.arguments import Lengths, check_packing
+from te_fast.attention.rules import Kept, Rule, kept_of_lengths
 from te_fast.attention.scores import Scores, attend, max_logits
 from te_fast.attention.varlen import attend_varlen, varlen_problem
+from te_fast.errors import ShapeError
 
 
 class Packing(NamedTuple):
@@ -37,6 +39,57 @@ class Packing(NamedTuple):
         kept = kept_of_lengths(self.ends, self.longest)
         rows = self.starts[:-1, None] + torch.arange(self.longest, device=self.ends.device)
         return rows, kept
+
+
+def packings_of(
+    attention: Any,
+    tensors: tuple[torch.Tensor, torch.Tensor],
+    rule: Rule,
+    lengths: Lengths,
+    ranks: int = 1,
+) -> tuple[Packing, Packing]:
+    """Return where packed sequences lie.
+
+    Parameters
+    ----------
+    attention : DotProductAttention
+        The layer.
+    tensors : tuple of torch.Tensor
+        Queries and keys, ``(tokens, heads, d)``.
+    rule : Rule
+        The mask type.
+    lengths : Lengths
+        Lengths of sequences.
+    ranks : int, default = 1
+        Number of ranks that share the tokens of sequences.
+
+    Raises
+    ------
+    ShapeError, DtypeError
+        If the mask type has no lengths, or these do not fit.
+    """
+    if not rule.is_padded:
+        message = (
+            f"{attention.name}: qkv_format='thd' needs a mask type with padding, got {rule.kind!r}"
+        )
+        raise ShapeError(message)
+    found = []
+    for side, tensor, ends, starts, longest in (
+        ("q", tensors[0], lengths.q, lengths.q_starts, lengths.longest_q),
+        ("kv", tensors[1], lengths.kv, lengths.kv_starts, lengths.longest_kv),
+    ):
+        check_packing(attention, side, tensor, (ends, starts, longest), ranks)
+        assert ends is not None
+        if longest is None:
+            longest = int(ends.diff().max()) if ends.numel() > 1 else 0
+        found.append(Packing(ends, ends if starts is None else starts, int(longest)))
+    if found[0].ends.shape != found[1].ends.shape:
+        message = (
+            f"{attention.name}: cu_seqlens_q and cu_seqlens_kv must be of the same number of sequences, got "
+            f"{found[0].ends.numel() - 1} and {found[1].ends.numel() - 1}"
+        )
+        raise ShapeError(message)
+    return found[0], found[1]
 
 
 def unpack(t: torch.Tensor, packing: Packing) -> tuple[torch.Tensor, torch.Tensor]:

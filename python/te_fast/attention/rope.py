@@ -397,6 +397,8 @@ def split_rotated(
     tuple of torch.Tensor
         ``(..., heads, d)`` each, or in the order that is asked for.
     """
+    of_q: Any
+    of_k: Any
     of_q, of_k = waves or ((), ())
     # Dynamo compares tensors, and no tuples.
     are_alike = waves is None or all([q is k for q, k in zip(*waves, strict=True)])
