@@ -1,4 +1,7 @@
-"""Attention around padding between packed sequences, with a stand-in for the GPU's kernel, which takes none."""
+"""Attention around padding that holds anything: of dense heads, and between packed sequences.
+
+A stand-in takes the place of the GPU's kernel for packed sequences, which takes no padding.
+"""
 
 import math
 from itertools import pairwise
@@ -6,6 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+import te_fast.pytorch as te
 from attention_reference import F64, attend_one, attends
 from te_fast.attention import packed
 from te_fast.attention.packed import Packing, attend_packed
@@ -109,6 +113,37 @@ def test_nothing_is_read_between_sequences(kind, behind, kernel):
     assert kernel == [(tokens, tokens)]
     for got, one in zip((out, *(leaf.grad for leaf in leaves)), want, strict=True):
         assert torch.allclose(got, one)
+
+
+@pytest.mark.parametrize("kind", RULES)
+@pytest.mark.parametrize("fmt", ["bshd", "sbhd"])
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_nothing_is_read_behind_the_sequences_of_dense_heads(kind, fmt, is_masked):
+    lengths, size = [3, 6, 1], 6
+    ends = torch.tensor([0, *lengths]).cumsum(0).int()
+    is_padding = torch.arange(size) >= torch.tensor(lengths)[:, None]
+    heads = [torch.randn(3, size, HEADS, D, dtype=F64) for _ in "qkvg"]
+    want = [torch.zeros_like(one) for one in (heads[3], *heads[:3])]
+    for row, length in enumerate(lengths):
+        own = [one[row, :length].clone().requires_grad_() for one in heads[:3]]
+        y = KernelForRows.formula(*own, kind)
+        found = [y.detach(), *torch.autograd.grad(y, own, heads[3][row, :length])]
+        for one, part in zip(want, found, strict=True):
+            one[row, :length] = part
+    for one in heads:
+        one[is_padding] = float("nan")
+    order = (lambda one: one.transpose(0, 1)) if fmt == "sbhd" else (lambda one: one)
+    *leaves, grad = (order(one).clone().requires_grad_() for one in heads)
+    layer = te.DotProductAttention(HEADS, D, qkv_format=fmt, attn_mask_type=kind)
+    given = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends}
+    if is_masked:
+        mask = is_padding[:, None, None]
+        given = {"attention_mask": mask if kind == "padding" else (mask, mask)}
+    out = layer(*leaves, **given)
+    out.backward(grad.detach().flatten(2))
+    found = [out.unflatten(2, (HEADS, D)), *(leaf.grad for leaf in leaves)]
+    for got, one in zip(found, want, strict=True):
+        assert torch.allclose(order(got), one)
 
 
 def test_a_batch_without_sequences(kernel):

@@ -631,7 +631,11 @@ class DotProductAttention(TransformerEngineBaseModule):
         order = (1, 2, 0, 3) if fmt == "sbhd" else (0, 2, 1, 3)
         q, k, v = (tensor.permute(order) for tensor in heads)
         if how.rule.is_padded:
-            how = how.of(kept=self._kept(q, k, mask, lengths))
+            kept = self._kept(q, k, mask, lengths)
+            how = how.of(kept=kept)
+            # Padding may hold anything. Its weights are zero, but zero times NaN is NaN.
+            sides = (q, kept.queries), (k, kept.keys), (v, kept.keys)
+            q, k, v = (one.masked_fill(~real[:, None, :, None], 0.0) for one, real in sides)
         elif how.rule.kind == "arbitrary":
             how = how.of(masked=self._masked(mask))
         check_scores(self, (*q.shape[:3], k.shape[2]), q.device, how)
