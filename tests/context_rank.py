@@ -382,8 +382,10 @@ def second_derivatives_raise():
 
 @scene
 def no_tokens():
-    for way in ways():
-        layer = attention(way)
+    cases = [(way, {}) for way in ways()]
+    cases += [(way, {"window_size": (4, 0)}) for way in ("a2a", "all_gather")]
+    for way, options in cases:
+        layer = attention(way, **options)
         own = [torch.randn(B, 0, HEADS, D).requires_grad_() for _ in "qkv"]
         out = layer(*own)
         out.sum().backward()
@@ -586,9 +588,12 @@ def bad_packed_input():
         with raises(NotImplementedError, what):
             layer(*heads, **given)
     empty = [torch.ones(0, HEADS, D).requires_grad_() for _ in "qkv"]
-    for way, ends in product(ways(), ([0], [0, 0, 0])):
+    cases = [(way, {}) for way in ways()]
+    cases += [(way, {"window_size": (4, 0)}) for way in ("a2a", "all_gather")]
+    for (way, more), ends in product(cases, ([0], [0, 0, 0])):
         bounds = torch.tensor(ends, dtype=torch.int32)
-        out = attention(way, **options)(*empty, cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
+        layer = attention(way, **options, **more)
+        out = layer(*empty, cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
         out.sum().backward()
         assert out.shape == (0, HEADS * D)
         assert all(one.grad.shape == one.shape for one in empty)

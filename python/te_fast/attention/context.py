@@ -138,8 +138,10 @@ class ContextRanks:
             ring = self._ring(scores)._replace(packed=packed, may_use_flash=may_use_flash)
             return attend_in_ring(q, k, v, ring)
 
-        tokens = q.shape[0], k.shape[0]
-        shares = PackedShare.of_both(packings, tokens, self.share.ranks, is_balanced)
+        shares: Sequence[PackedShare] = ()
+        if self.exchanging is not None:
+            tokens = q.shape[0], k.shape[0]
+            shares = PackedShare.of_both(packings, tokens, self.share.ranks, is_balanced)
         heads = tuple([one.transpose(0, 1)[None] for one in (q, k, v)])
         y = self._between_exchanges(heads, scores, attend, shares)
         return y[0].transpose(0, 1)
