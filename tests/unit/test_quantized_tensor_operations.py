@@ -422,6 +422,13 @@ def test_other_libraries_get_the_values(kind, x):
         torch.from_dlpack(tensor.requires_grad_())
 
 
+def test_processes_do_not_share_values(tensor):
+    layer = torch.nn.Module()
+    layer.weight = torch.nn.Parameter(tensor)
+    with pytest.raises(UnsupportedError, match="Tensor: processes do not share FP8 values; share"):
+        layer.share_memory()
+
+
 @pytest.mark.parametrize("kind", [*PER_TENSOR, "2d"])
 def test_a_write_of_a_part_leaves_no_old_column_layout(kind):
     tensor = quantizer(kind)(torch.randn(256, 128))

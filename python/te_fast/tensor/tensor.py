@@ -172,6 +172,22 @@ class QuantizedTensor(torch.Tensor):
     #
     # torch hands out the address of a tensor's memory, which is null here.
 
+    def share_memory_(self) -> Any:
+        """Do nothing on a GPU, as torch.
+
+        Raises
+        ------
+        UnsupportedError
+            On the CPU: torch would move the empty storage to shared memory, and no values.
+        """
+        if self.device.type != "cpu":
+            return self
+        message = (
+            f"{type(self).__name__}: processes do not share FP8 values; share those in high precision, and quantise "
+            "them in each process"
+        )
+        raise UnsupportedError(message)
+
     def numpy(self, *, force: bool = False) -> Any:
         """Return the values as an array of NumPy, as ``torch.Tensor.numpy`` does."""
         return self.dequantize().numpy(force=force)
