@@ -18,7 +18,7 @@ from te_fast.attention.gathered import (
     attend_to_gathered,
     max_logits_with_gathered,
 )
-from te_fast.attention.packed import Packing, attend_packed
+from te_fast.attention.packed import Packing, attend_packed, inverse
 from te_fast.attention.packed_shares import PackedShare
 from te_fast.attention.ring import Ring, attend_in_ring
 from te_fast.attention.rules import CPLoadBalancingStrategy
@@ -188,8 +188,10 @@ class ContextRanks:
         how = _Exchange(group, self.is_balanced, self._name)
         of_q = of_k = how
         if packed:
-            of_q = how.of_packed(packed[0].order_of(ranks))
-            of_k = of_q if packed[1] is packed[0] else how.of_packed(packed[1].order_of(ranks))
+            of_q = how.of_packed(packed[0].places(ranks).flatten())
+            of_k = (
+                of_q if packed[1] is packed[0] else how.of_packed(packed[1].places(ranks).flatten())
+            )
         q, k, v = _to_tokens(heads, ranks, (of_q, of_k, of_k))
         y: torch.Tensor = _Exchanged.apply(attend(q, k, v, scores), of_q, False)
         return y
@@ -428,10 +430,9 @@ class _Exchange(NamedTuple):
     order: torch.Tensor | None = None
     back: torch.Tensor | None = None
 
-    def of_packed(self, order: torch.Tensor) -> _Exchange:
-        """Return an exchange of the tokens of packed sequences."""
-        places = torch.arange(len(order), device=order.device)
-        return self._replace(order=order, back=torch.empty_like(order).index_copy(0, order, places))
+    def of_packed(self, places: torch.Tensor) -> _Exchange:
+        """Return an exchange of the tokens of packed sequences, from the places of those of rank after rank."""
+        return self._replace(order=inverse(places), back=places)
 
     def run(self, sent: torch.Tensor) -> torch.Tensor:
         """Send each rank its part along the first dimension."""

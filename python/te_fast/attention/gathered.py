@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from te_fast.attention.packed import Packing, attend_packed, max_logits_of_packed
+from te_fast.attention.packed import Packing, attend_packed, inverse, max_logits_of_packed
 from te_fast.attention.packed_shares import PackedShare
 from te_fast.attention.rules import Rule
 from te_fast.attention.scores import Scores, attend, max_logits
@@ -166,7 +166,7 @@ def attend_packed_to_gathered(
     RanksError
         If another rank is gone or late.
     """
-    order = packed[1].order_of(packed[1].ranks)
+    order = inverse(packed[1].places(packed[1].ranks).flatten())
     own = q[0].transpose(0, 1)
     keys, values = (_packed_in_order(one, order) for one in _Gathered.apply(k, v, how))
     found = [
@@ -236,7 +236,8 @@ def max_logits_with_gathered(
             for own, seen, rule in _runs(q, keys.shape[2], scores.rule, share)
         ]
     else:
-        rows = q[0].transpose(0, 1), _packed_in_order(of_ranks, packed[1].order_of(share.ranks))
+        order = inverse(packed[1].places(share.ranks).flatten())
+        rows = q[0].transpose(0, 1), _packed_in_order(of_ranks, order)
         found = [
             max_logits_of_packed(*rows, packings, scores.of(rule=rule))
             for packings, rule in _packed_runs(packed, scores.rule, share)

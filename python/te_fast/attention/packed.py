@@ -176,6 +176,13 @@ def _attend_around_gaps(
     return out
 
 
+def inverse(order: torch.Tensor) -> torch.Tensor:
+    """Return the order that undoes another one."""
+    return torch.empty_like(order).index_copy_(
+        0, order, torch.arange(len(order), device=order.device)
+    )
+
+
 class _Order(NamedTuple):
     """An order of rows in which those of sequences come first: the rows, their places, and which rows are padding."""
 
@@ -191,8 +198,7 @@ class _Order(NamedTuple):
         within = numbers - packing.starts[sequence]
         is_padding = (within < 0) | (within >= packing.ends.diff()[sequence])
         rows = torch.argsort(is_padding, stable=True)
-        places = torch.empty_like(rows).index_copy_(0, rows, numbers)
-        return cls(rows, places, is_padding)
+        return cls(rows, inverse(rows), is_padding)
 
     def to_front(self, given: torch.Tensor) -> torch.Tensor:
         """Return rows in this order; those behind the sequences mean nothing."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from te_fast.attention.packed_shares import places_of_ranks
 from te_fast.errors import ArgumentError, DtypeError, ShapeError
 from te_fast.runtime.arguments import check_sizes, check_tensors
 from te_fast.runtime.collectives import get_distributed_rank, get_distributed_world_size
@@ -204,12 +205,8 @@ def get_batch_on_this_cp_rank(
             f"{lengths.tolist()}; pad them by pad_thd_sequences_for_cp"
         )
         raise ShapeError(message)
-    rank, chunk = get_distributed_rank(cp_group), lengths // (2 * ranks)
-    sequence, within = _within(2 * chunk)
-    of_chunk = chunk[sequence]
-    # The second chunk is as far from the end as the first one from the beginning.
-    skipped = torch.where(within < of_chunk, rank, 2 * (ranks - 1) - rank) * of_chunk
-    tokens = cu_seqlens_padded[sequence] + within + skipped
+    places = places_of_ranks(ends // ranks, int(ends[-1]) // ranks, ranks)
+    tokens = cu_seqlens_padded[0] + places[get_distributed_rank(cp_group)]
     total = int(cu_seqlens_padded[-1])
 
     def share(name: str, tensor: torch.Tensor | None) -> torch.Tensor | None:

@@ -130,22 +130,47 @@ class PackedShare(NamedTuple):
         """Return how many tokens of each sequence one chunk of a rank has."""
         return (lengths - self.number_of(rank, chunk) * size).clamp(min=0).minimum(size)
 
-    def order_of(self, ranks: int) -> torch.Tensor:
-        """Return the rows of tokens in the order of sequences, among those that neighbouring ranks have in turn.
+    def places(self, ranks: int) -> torch.Tensor:
+        """Return the places of tokens in the order of sequences, of those that neighbouring ranks have in turn.
 
         Parameters
         ----------
         ranks : int
             Number of these ranks, whose first chunks, and second ones, follow each other in a sequence.
+
+        Returns
+        -------
+        torch.Tensor
+            int64 ``(ranks, tokens)``.
         """
-        places = torch.arange(self.tokens * ranks, device=self.begins.device)
-        bounds = self.begins * ranks
-        sequence = torch.searchsorted(bounds[1:-1], places, right=True)
-        within, size = places - bounds[sequence], self._chunk_sizes()[sequence]
-        chunk = within // size
-        is_second = chunk >= ranks
-        rank = torch.where(is_second, 2 * ranks - 1 - chunk, chunk)
-        return rank * self.tokens + self.begins[sequence] + is_second * size + within % size
+        return places_of_ranks(self.begins, self.tokens, ranks, self.chunks)
+
+
+def places_of_ranks(begins: torch.Tensor, tokens: int, ranks: int, chunks: int = 2) -> torch.Tensor:
+    """Return the places in packed sequences of the tokens that each rank has.
+
+    Parameters
+    ----------
+    begins : torch.Tensor
+        Integers ``(sequences + 1,)``: where sequences begin among the tokens of a rank, and where the last one ends.
+    tokens : int
+        Tokens of a rank.
+    ranks : int
+        The ranks.
+    chunks : int, default = 2
+        Chunks that a rank has of a sequence: rank r has chunk r, and the second one is as far from the sequence's end.
+
+    Returns
+    -------
+    torch.Tensor
+        int64 ``(ranks, tokens)``.
+    """
+    rows = torch.arange(tokens, device=begins.device)
+    sequence = torch.searchsorted(begins[1:-1].contiguous(), rows, right=True)
+    begin, size = begins[sequence], (begins.diff() // chunks)[sequence]
+    rank = torch.arange(ranks, device=begins.device)[:, None]
+    within = rows - begin
+    return begin * ranks + within + torch.where(within < size, rank, 2 * (ranks - 1) - rank) * size
 
 
 def _cumulative(lengths: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from te_fast.attention.kernels import (
     packed_flash,
 )
 from te_fast.attention.packed import Packing, pack, unpack
+from te_fast.attention.varlen import heads_problem
 
 #: Tokens of a rank, by number: those of a slice, or those of an index, which has each of them once.
 Rows = slice | torch.Tensor
@@ -199,7 +200,7 @@ def _attend_packed(
     heads: tuple[torch.Tensor, ...], packings: tuple[Packing, Packing], how: How
 ) -> tuple[torch.Tensor, torch.Tensor, Left]:
     q, k, v = _rows_of(heads)
-    kernel = packed_flash() if how.may_use_flash and _fits_kernel(q, v) else None
+    kernel = packed_flash() if how.may_use_flash and not heads_problem(q, v) else None
     if kernel is not None:
         out, sums, others = kernel.forward(q, k, v, *_extents(packings), how.is_causal, how.scale)
         # The kernel's sum over no key is infinite.
@@ -246,11 +247,6 @@ def _rows_of(heads: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
 def _heads_of(out: torch.Tensor, sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return rows of the result, and of sums ``(tokens, heads, 1)``, as a batch of one."""
     return out.transpose(0, 1)[None], sums.transpose(0, 1)[None, ..., 0]
-
-
-def _fits_kernel(q: torch.Tensor, v: torch.Tensor) -> bool:
-    size, is_narrow = q.shape[-1], q.dtype in (torch.float16, torch.bfloat16)
-    return q.is_cuda and is_narrow and size == v.shape[-1] and size <= 256 and size % 8 == 0
 
 
 def _extents(packings: tuple[Packing, Packing]) -> tuple[Any, Any]:

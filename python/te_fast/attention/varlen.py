@@ -22,16 +22,23 @@ def _varlen() -> tuple[Any, frozenset[str]]:
     return varlen_attn, frozenset(inspect.signature(varlen_attn).parameters)
 
 
-def varlen_problem(q: torch.Tensor, v: torch.Tensor, scores: Scores, *, is_self: bool) -> str:
-    """Return why torch's kernel for packed sequences cannot be used; None if it can."""
-    rule = scores.rule
+def heads_problem(q: torch.Tensor, v: torch.Tensor) -> str:
+    """Return why flash attention for sequences of several lengths does not take these heads; empty if it does."""
     if not q.is_cuda or q.dtype not in (torch.float16, torch.bfloat16):
         return "it is for 16 bits on the GPU"
+    if q.shape[-1] != v.shape[-1] or q.shape[-1] > 256 or q.shape[-1] % 8 != 0:
+        return "it has no such head sizes"
+    return ""
+
+
+def varlen_problem(q: torch.Tensor, v: torch.Tensor, scores: Scores, *, is_self: bool) -> str:
+    """Return why torch's kernel for packed sequences cannot be used; empty if it can."""
+    rule, problem = scores.rule, heads_problem(q, v)
+    if problem:
+        return problem
     is_extended = scores.sink is not None or scores.bias.kind != "no_bias" or scores.softcap != 0.0
     if scores.dropout > 0.0 or is_extended:
         return "it has no dropout, sinks, biases and caps"
-    if q.shape[-1] != v.shape[-1] or q.shape[-1] > 256 or q.shape[-1] % 8 != 0:
-        return "it has no such head sizes"
     if rule.is_banded and not rule.bottom_right and not is_self:
         return "its diagonal ends in the last query and key"
     kernel, takes = _varlen()

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 
+from te_fast.attention.packed_shares import places_of_ranks
 from te_fast.tex.errors import ExtensionError, check_rows, check_tensors
 
 
@@ -78,7 +79,7 @@ def thd_get_partitioned_indices(
     _check_bounds(op, cu_seqlens)
     _check(op, 0 <= rank < world_size, "0 <= rank < world_size", (rank, world_size))
     _check_total(op, total_tokens, world_size)
-    return _indices_of_rank(cu_seqlens, total_tokens, world_size, rank)
+    return _indices_of_ranks(cu_seqlens, total_tokens, world_size)[rank]
 
 
 def _check_total(op: str, total_tokens: int, world_size: int) -> None:
@@ -86,17 +87,9 @@ def _check_total(op: str, total_tokens: int, world_size: int) -> None:
     _check(op, fits, f"total_tokens to be a multiple of {2 * world_size}", total_tokens)
 
 
-def _indices_of_rank(
-    cu_seqlens: torch.Tensor, total_tokens: int, world_size: int, rank: int
-) -> torch.Tensor:
-    bounds = _halved(cu_seqlens, world_size)
-    tokens = _tokens(total_tokens // world_size, cu_seqlens)
-    sequence = _sequences(bounds, tokens)
-    begin = bounds[sequence]
-    half = _halved(bounds[sequence + 1] - begin)
-    within = tokens - begin
-    chunk = torch.where(within < half, rank, 2 * (world_size - 1) - rank).to(torch.int32)
-    return within + begin * world_size + half * chunk
+def _indices_of_ranks(cu_seqlens: torch.Tensor, total_tokens: int, ranks: int) -> torch.Tensor:
+    places = places_of_ranks(_halved(cu_seqlens, ranks), total_tokens // ranks, ranks)
+    return places.to(torch.int32)
 
 
 def _reordered(
@@ -108,8 +101,7 @@ def _reordered(
     _check_total(op, total_tokens, cp_size)
     fits = inp.dim() >= 1 and inp.shape[0] == total_tokens
     _check(op, fits, f"{total_tokens} tokens along the first dimension", list(inp.shape))
-    shares = [_indices_of_rank(cu_seqlens, total_tokens, cp_size, rank) for rank in range(cp_size)]
-    return torch.cat(shares)
+    return _indices_of_ranks(cu_seqlens, total_tokens, cp_size).flatten()
 
 
 @torch.no_grad()
